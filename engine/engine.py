@@ -1,0 +1,403 @@
+"""The paged-cache engine: requests, block tables, prefix reuse, steps.
+
+Every public operation is all-or-nothing: it answers with an outcome and, where it refuses,
+leaves everything as it was.  Every state change appends a typed event to ``events``.
+
+A request's life: admitted (waiting is the caller's queue) → running → finished or aborted;
+running → preempted → resumed → running.  A step is launched and retired separately: in between
+its requests' results are not known, and the blocks it reads and writes are not reused.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence
+from operator import attrgetter
+
+from kvproof.engine.arithmetic import blocks_needed, blocks_to_take, copy_needed, hit_tokens
+from kvproof.engine.eviction import EvictionPolicyFactory, LeastRecentlyUsed
+from kvproof.engine.metrics import Counters
+from kvproof.engine.pool import BlockPool
+from kvproof.engine.request import Request
+from kvproof.engine.steps import Step
+from kvproof.invariants.events import (
+    BlockCopied,
+    BlocksAllocated,
+    BlocksPublished,
+    BlocksReleased,
+    BlocksReused,
+    BlocksShared,
+    Event,
+    ReleaseFenced,
+    RequestAborted,
+    RequestAdmitted,
+    RequestFinished,
+    RequestForked,
+    RequestGrown,
+    RequestPreempted,
+    RequestResumed,
+    StepItem,
+    StepLaunched,
+    StepRetired,
+)
+from kvproof.invariants.operations import Media
+from kvproof.invariants.outcomes import (
+    BLOCKS_IN_USE,
+    LARGER_THAN_POOL,
+    NO_FREE_BLOCKS,
+    NOT_COMPUTED,
+    NOTHING_TO_RUN,
+    RUN_AHEAD_LIMIT,
+    TOO_MANY_REQUESTS,
+    Outcome,
+)
+from kvproof.invariants.subject import Configuration
+
+_by_id = attrgetter("id")
+
+
+class Engine:
+    """Full attention on the device tier, one pool and one block table per KV cache group."""
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        *,
+        groups: int = 1,
+        eviction: EvictionPolicyFactory = LeastRecentlyUsed,
+    ) -> None:
+        self.configuration = configuration
+        self.events: list[Event] = []
+        self.pools = [
+            BlockPool(configuration.blocks, group, eviction(), self.events)
+            for group in range(groups)
+        ]
+        self.requests: dict[int, Request] = {}
+        """Live requests by id; ids count admissions and forks."""
+        self.running: list[Request] = []
+        """By id, which is the order of first admission, whatever happened since."""
+        self.preempted: list[Request] = []
+        self.steps: deque[Step] = deque()
+        """In flight, oldest first."""
+        self.counters = Counters()
+        self._next_request = 0
+        self._next_step = 0
+
+    # -- admission ---------------------------------------------------------------------------
+
+    def admit(
+        self,
+        prompt: array[int],
+        *,
+        salt: int = 0,
+        adapter: int = 0,
+        media: tuple[Media, ...] = (),
+    ) -> Outcome:
+        """Take in a request with blocks for its whole prompt, reusing the longest cached prefix.
+
+        Refused with ``too_many_requests``, ``larger_than_pool`` or ``no_free_blocks``.
+        """
+        request = Request(
+            self._next_request,
+            prompt[:],
+            groups=len(self.pools),
+            block_size=self.configuration.block_size,
+            salt=salt,
+            adapter=adapter,
+            media=media,
+        )
+        refusal = self._place(request)
+        if refusal:
+            return Outcome("refused", refusal)
+        self._next_request += 1
+        self.requests[request.id] = request
+        self.running.append(request)
+        request.cached_tokens = request.computed
+        counters = self.counters
+        counters.admissions += 1
+        counters.prefix_cache_hits += request.computed
+        counters.prefix_cache_queries += request.input_tokens
+        self.events.append(RequestAdmitted(request.id, request.input_tokens, request.computed))
+        return Outcome("done", None, request.id, request.computed)
+
+    def resume(self, request: Request) -> Outcome:
+        """Take in a preempted request again: all its tokens are the prompt.
+
+        Refused as :meth:`admit`.
+        """
+        refusal = self._place(request)
+        if refusal:
+            return Outcome("refused", refusal, request.id)
+        self.preempted.remove(request)
+        insort(self.running, request, key=_by_id)
+        self.events.append(RequestResumed(request.id, request.computed))
+        return Outcome("done", None, request.id, request.computed)
+
+    def _place(self, request: Request) -> str | None:
+        """Give the request its blocks, or say why not and change nothing."""
+        needed = blocks_needed(len(request.tokens), request.block_size)
+        if len(self.running) >= self.configuration.requests:
+            return TOO_MANY_REQUESTS
+        if any(needed > pool.usable for pool in self.pools):
+            return LARGER_THAN_POOL
+        hit = self._lookup(request)
+        reused = hit // request.block_size
+        matches = [pool.match(request.keys[pool.group], reused) for pool in self.pools]
+        for pool, match in zip(self.pools, matches, strict=True):
+            # A hit on a cached-free block takes from the free ones too (bug B145).
+            if needed - reused + pool.count_unreferenced(match) > pool.free_count:
+                return NO_FREE_BLOCKS
+        # Hits are referenced in every group before any block is taken: taking may evict.
+        for pool, match in zip(self.pools, matches, strict=True):
+            self._reuse(pool, request, match)
+        for pool in self.pools:
+            self._allocate(pool, request, needed - reused)
+        request.running = True
+        request.computed = request.scheduled = hit
+        request.published = reused
+        return None
+
+    def _lookup(self, request: Request) -> int:
+        """Tokens of the longest cached prefix that every group has; never the last token."""
+        if not self.configuration.prefix_caching:
+            return 0
+        length, size = len(request.tokens), request.block_size
+        matched = hit_tokens(length, length, size) // size
+        for pool in self.pools:
+            matched = len(pool.match(request.block_keys(pool.group, matched), matched))
+        return hit_tokens(matched, length, size)
+
+    def _reuse(self, pool: BlockPool, request: Request, match: list[int]) -> None:
+        if match:
+            pool.share(match)
+            request.tables[pool.group].extend(match)
+            self.events.append(BlocksReused(pool.group, request.id, 0, match))
+
+    def _allocate(self, pool: BlockPool, request: Request, count: int) -> None:
+        if count:
+            table = request.tables[pool.group]
+            blocks = pool.take(count)
+            self.events.append(BlocksAllocated(pool.group, request.id, len(table), blocks))
+            table.extend(blocks)
+
+    # -- growth and fork -----------------------------------------------------------------------
+
+    def grow(self, request: Request, tokens: Sequence[int]) -> Outcome:
+        """Append tokens, with slots for them; copies a shared last block before it is written.
+
+        Refused with ``no_free_blocks``.
+        """
+        size = request.block_size
+        length = len(request.tokens)
+        new_length = length + len(tokens)
+        plans = []
+        for pool in self.pools:
+            table = request.tables[pool.group]
+            copy = copy_needed(length, size, pool.ref_counts[table[-1]])
+            take = blocks_to_take(length, new_length, size, len(table), copy)
+            if take > pool.free_count:
+                return Outcome("refused", NO_FREE_BLOCKS, request.id)
+            plans.append((pool, copy, take))
+        for pool, copy, take in plans:
+            if copy:
+                self._copy_on_write(pool, request, length % size)
+            self._allocate(pool, request, take - copy)
+        request.tokens.extend(tokens)
+        self.events.append(RequestGrown(request.id, len(tokens)))
+        return Outcome("done", None, request.id)
+
+    def _copy_on_write(self, pool: BlockPool, request: Request, filled: int) -> None:
+        table = request.tables[pool.group]
+        source = table[-1]
+        (target,) = pool.take(1)
+        # A new list: steps in flight refer to the old one (see StepItem).
+        request.tables[pool.group] = [*table[:-1], target]
+        pool.release([source])
+        self.events.append(
+            BlockCopied(pool.group, request.id, len(table) - 1, source, target, filled)
+        )
+
+    def fork(self, request: Request, samples: int) -> Outcome:
+        """Split off ``samples`` children that share every block.
+
+        Refused with ``not_computed`` while the parent has uncomputed tokens, and with
+        ``too_many_requests``.
+        """
+        if request.computed < len(request.tokens):
+            return Outcome("refused", NOT_COMPUTED, request.id)
+        if len(self.running) + samples > self.configuration.requests:
+            return Outcome("refused", TOO_MANY_REQUESTS, request.id)
+        children = tuple(self._fork_child(request) for _ in range(samples))
+        return Outcome("done", None, request.id, children=children)
+
+    def _fork_child(self, parent: Request) -> int:
+        child = Request(
+            self._next_request,
+            parent.tokens[:],
+            groups=len(self.pools),
+            block_size=parent.block_size,
+            salt=parent.salt,
+            adapter=parent.adapter,
+            media=parent.media,
+        )
+        child.keys = [keys[:] for keys in parent.keys]
+        child.published = parent.published
+        child.computed = child.scheduled = parent.computed
+        child.running = True
+        self._next_request += 1
+        for pool in self.pools:
+            blocks = parent.tables[pool.group]
+            pool.share(blocks)
+            child.tables[pool.group] = blocks[:]
+            self.events.append(BlocksShared(pool.group, child.id, parent.id, blocks[:]))
+        self.requests[child.id] = child
+        self.running.append(child)
+        self.events.append(RequestForked(parent.id, child.id))
+        return child.id
+
+    # -- the ways out --------------------------------------------------------------------------
+
+    def finish(self, request: Request) -> Outcome:
+        """A running request ends; its full, computed blocks stay findable."""
+        self._end(request)
+        self.events.append(RequestFinished(request.id))
+        return Outcome("done", None, request.id)
+
+    def abort(self, request: Request) -> Outcome:
+        """A live request, running or preempted, is cancelled."""
+        self._end(request)
+        self.events.append(RequestAborted(request.id))
+        return Outcome("done", None, request.id)
+
+    def preempt(self, request: Request) -> Outcome:
+        """A running request gives back its blocks; it keeps its tokens, to be recomputed."""
+        self._release(request)
+        self.running.remove(request)
+        insort(self.preempted, request, key=_by_id)
+        request.running = False
+        request.computed = request.scheduled = request.published = 0
+        request.epoch += 1
+        request.steps_in_flight = 0
+        self.counters.preemptions += 1
+        self.events.append(RequestPreempted(request.id))
+        return Outcome("done", None, request.id)
+
+    def _end(self, request: Request) -> None:
+        if request.running:
+            self._release(request)
+            self.running.remove(request)
+        else:
+            self.preempted.remove(request)
+        del self.requests[request.id]
+
+    def _release(self, request: Request) -> None:
+        """Give back all blocks, now or when the last step that uses them is retired."""
+        tables = request.tables
+        request.tables = [[] for _ in self.pools]
+        if request.steps_in_flight:
+            step = next(step for step in self.steps if step.number == request.last_step)
+            step.fenced.append((request.id, tables))
+            self.events.append(ReleaseFenced(request.id, step.number))
+        else:
+            self._release_tables(request.id, tables, None)
+
+    def _release_tables(self, request: int, tables: list[list[int]], step: int | None) -> None:
+        for pool in self.pools:
+            blocks = tables[pool.group][::-1]  # tail first, so that prefixes are evicted last
+            self.events.append(BlocksReleased(pool.group, request, blocks, step))
+            pool.release(blocks)
+
+    # -- the prefix cache ----------------------------------------------------------------------
+
+    def evict(self, blocks: int) -> Outcome:
+        """Make up to ``blocks`` cached-free blocks per group unfindable, as the policy orders."""
+        return Outcome("done", count=sum(pool.evict(blocks, "request") for pool in self.pools))
+
+    def reset(self) -> Outcome:
+        """Empty the prefix cache; refused with ``blocks_in_use`` while any is referenced."""
+        if any(pool.free_count < pool.usable for pool in self.pools):
+            return Outcome("refused", BLOCKS_IN_USE)
+        return Outcome("done", count=sum(p.evict(p.usable, "reset") for p in self.pools))
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def launch(self, budget: int) -> Outcome:
+        """Start a step over the running requests with unscheduled tokens, oldest first.
+
+        ``budget`` bounds its tokens (0: no bound); a longer prompt is computed in chunks.
+        Refused with ``run_ahead_limit`` or ``nothing_to_run``.
+        """
+        if len(self.steps) >= self.configuration.run_ahead:
+            return Outcome("refused", RUN_AHEAD_LIMIT)
+        items, left = [], budget or None
+        for request in self.running:
+            pending = len(request.tokens) - request.scheduled
+            if pending == 0:
+                continue
+            if left is not None:
+                pending = min(pending, left)
+                left -= pending
+            items.append(self._schedule(request, pending))
+            if left == 0:
+                break
+        if not items:
+            return Outcome("refused", NOTHING_TO_RUN)
+        step = Step(self._next_step, items)
+        self._next_step += 1
+        self.steps.append(step)
+        self.counters.iterations += 1
+        self.counters.batch_size = len(items)
+        self.events.append(StepLaunched(step.number, items))
+        return Outcome("done", count=step.tokens)
+
+    def _schedule(self, request: Request, tokens: int) -> StepItem:
+        start = request.scheduled
+        request.scheduled = start + tokens
+        request.steps_in_flight += 1
+        request.last_step = self._next_step
+        return StepItem(
+            request.id, request.epoch, start, request.scheduled, tuple(request.tables)
+        )
+
+    def retire(self) -> Outcome | None:
+        """The oldest step in flight finishes; None if there is none."""
+        if not self.steps:
+            return None
+        step = self.steps.popleft()
+        self.events.append(StepRetired(step.number))
+        for item in step.items:
+            request = self.requests.get(item.request)
+            # A result of a request that has ended, or of an epoch before its preemption, is void.
+            if request is not None and request.epoch == item.epoch:
+                self._apply_result(request, item)
+        for number, tables in step.fenced:
+            self._release_tables(number, tables, step.number)
+        return Outcome("done", count=len(step.items))
+
+    def _apply_result(self, request: Request, item: StepItem) -> None:
+        request.computed = item.end
+        request.steps_in_flight -= 1
+        full = item.end // request.block_size
+        if full > request.published and self.configuration.prefix_caching:
+            for pool in self.pools:
+                self._publish(pool, request, full)
+            request.published = full
+
+    def _publish(self, pool: BlockPool, request: Request, full: int) -> None:
+        """Make the newly full blocks findable; a duplicate of a findable block stays private."""
+        keys = request.block_keys(pool.group, full)
+        table = request.tables[pool.group]
+        row = request.published
+        while row < full:
+            first = row
+            while row < full and pool.publish(table[row], keys[row + 1]):
+                row += 1
+            if row > first:
+                self.events.append(
+                    BlocksPublished(
+                        pool.group, request.id, first, table[first:row], keys[first + 1 : row + 1]
+                    )
+                )
+            row += 1  # the duplicate, or one past the end

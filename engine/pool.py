@@ -1,0 +1,138 @@
+"""The physical blocks of one KV cache group: free ones, reference counts, prefix index.
+
+A block is in exactly one of three classes (survey row D01):
+
+* empty-free: no reference, nothing findable in it; reused last in, first out;
+* cached-free: no reference, still findable under its key; evicted only when no empty-free block
+  is left, in the order of the eviction policy;
+* referenced: one or more block tables (or fences of steps in flight) hold it.
+
+Block 0 is the null block: never free, never written, in no request's table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Literal
+
+from kvproof.engine.eviction import EvictionPolicy
+from kvproof.invariants.events import BlockEvicted, Event
+
+NULL_BLOCK = 0
+
+
+class PoolExhaustedError(Exception):
+    """More blocks were taken than are free: the caller did not ask first."""
+
+
+class BlockPool:
+    """``blocks`` usable blocks, ids 1 to ``blocks``; all operations take constant time a block."""
+
+    __slots__ = (
+        "_cached",
+        "_empty",
+        "_events",
+        "evictions",
+        "free_count",
+        "group",
+        "index",
+        "keys",
+        "ref_counts",
+        "usable",
+    )
+
+    def __init__(
+        self, blocks: int, group: int, eviction: EvictionPolicy, events: list[Event]
+    ) -> None:
+        self.usable = blocks
+        self.group = group
+        self.ref_counts = [0] * (blocks + 1)
+        self.keys: list[bytes | None] = [None] * (blocks + 1)
+        self.index: dict[bytes, int] = {}
+        self.free_count = blocks
+        self.evictions = 0
+        self._empty = list(range(blocks, NULL_BLOCK, -1))
+        self._cached = eviction
+        self._events = events
+
+    def take(self, count: int) -> list[int]:
+        """Hand out free blocks, each with one reference; their old content is not findable."""
+        if count > self.free_count:
+            raise PoolExhaustedError(f"{count} blocks wanted, {self.free_count} free")
+        taken = []
+        for _ in range(count):
+            block = self._empty.pop() if self._empty else self._evict(self._cached.victim())
+            self.ref_counts[block] = 1
+            taken.append(block)
+        self.free_count -= count
+        return taken
+
+    def match(self, keys: Sequence[bytes], count: int) -> list[int]:
+        """The findable blocks of the longest prefix of ``keys[1:count+1]``; takes no reference."""
+        index = self.index
+        found = []
+        for i in range(1, count + 1):
+            block = index.get(keys[i])
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def count_unreferenced(self, blocks: Sequence[int]) -> int:
+        """How many of ``blocks`` would leave the free ones when referenced (survey row R16)."""
+        ref_counts = self.ref_counts
+        return sum(1 for block in blocks if ref_counts[block] == 0)
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """One more reference to each; a cached-free block is no longer free."""
+        ref_counts = self.ref_counts
+        for block in blocks:
+            if ref_counts[block] == 0:
+                self._cached.remove(block)
+                self.free_count -= 1
+            ref_counts[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One reference less to each, in this order; unreferenced blocks become free."""
+        ref_counts, keys = self.ref_counts, self.keys
+        for block in blocks:
+            ref_counts[block] -= 1
+            if ref_counts[block] == 0:
+                self.free_count += 1
+                if keys[block] is None:
+                    self._empty.append(block)
+                else:
+                    self._cached.insert(block)
+
+    def publish(self, block: int, key: bytes) -> bool:
+        """Make a full block findable, unless its content already is in another block."""
+        if key in self.index:
+            return False
+        self.index[key] = block
+        self.keys[block] = key
+        return True
+
+    def evict(self, count: int, cause: Literal["request", "reset"]) -> int:
+        """Make up to ``count`` cached-free blocks empty-free; says how many."""
+        evicted = 0
+        while evicted < count and len(self._cached):
+            self._empty.append(self._evict(self._cached.victim(), cause))
+            evicted += 1
+        return evicted
+
+    def free_blocks(self) -> Iterator[int]:
+        """All free blocks, in the order in which :meth:`take` would hand them out."""
+        return chain(reversed(self._empty), self._cached)
+
+    def _evict(
+        self, block: int, cause: Literal["pressure", "request", "reset"] = "pressure"
+    ) -> int:
+        self._cached.remove(block)
+        key = self.keys[block]
+        assert key is not None, "a cached-free block has a key"
+        del self.index[key]
+        self.keys[block] = None
+        self.evictions += 1
+        self._events.append(BlockEvicted(self.group, block, key, cause))
+        return block

@@ -1,0 +1,80 @@
+"""A request: its tokens, its block tables, and where it stands."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from kvproof.engine.keys import block_key, media_part, root_key
+from kvproof.invariants.operations import Media
+
+
+class Request:
+    """One generation job.
+
+    Positions ``0..computed`` have their KV in the blocks of ``tables``; ``computed..scheduled``
+    are being computed by steps in flight; the rest of ``tokens`` has slots, but no step yet.
+    """
+
+    __slots__ = (
+        "adapter",
+        "block_size",
+        "cached_tokens",
+        "computed",
+        "epoch",
+        "id",
+        "input_tokens",
+        "keys",
+        "last_step",
+        "media",
+        "published",
+        "running",
+        "salt",
+        "scheduled",
+        "steps_in_flight",
+        "tables",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        tokens: array[int],
+        *,
+        groups: int,
+        block_size: int,
+        salt: int,
+        adapter: int,
+        media: tuple[Media, ...],
+    ) -> None:
+        self.id = number
+        self.tokens = tokens
+        self.input_tokens = len(tokens)
+        self.block_size = block_size
+        self.salt = salt
+        self.adapter = adapter
+        self.media = media
+        self.tables: list[list[int]] = [[] for _ in range(groups)]
+        # The root first, then the key of every full block; filled as far as somebody asked.
+        self.keys = [[root_key(group, salt, adapter)] for group in range(groups)]
+        self.published = 0
+        """Full blocks that were offered to the prefix cache (or came from it)."""
+        self.computed = 0
+        self.scheduled = 0
+        self.epoch = 0
+        """Times it was preempted; results of steps of an older epoch are void."""
+        self.running = False
+        self.steps_in_flight = 0
+        self.last_step = -1
+        self.cached_tokens = 0
+
+    def block_keys(self, group: int, count: int) -> Sequence[bytes]:
+        """Keys of the first ``count`` full blocks, after the root at index 0."""
+        keys = self.keys[group]
+        size, tokens, media = self.block_size, self.tokens, self.media
+        while len(keys) <= count:
+            end = len(keys) * size
+            start = end - size
+            extra = media_part(media, start, end) if media else b""
+            keys.append(block_key(keys[-1], tokens[start:end], extra))
+        return keys

@@ -1,0 +1,1 @@
+"""Campaigns, shrinking, reports, seeded faults, the command line: the top floor."""

@@ -1,0 +1,212 @@
+"""The figures of a replay: the chapter's scheduler metrics, and percentiles over its requests.
+
+Where systems define a figure differently, this is what is meant (survey sections 1.K and 1.L):
+
+* gauges are weighted by virtual time; *used* blocks are referenced ones, *free* ones include
+  cached-free blocks, the null block is in neither;
+* ``live_cached_tokens`` counts a shared token once for each request that holds it;
+* ``waiting_sequences`` are those that arrived and hold no blocks, preempted ones included;
+* ``admissions`` and ``prefix_cache_hits`` are about first admissions, resumptions stand beside
+  them; hits are tokens, and so are their queries;
+* ``evictions`` are blocks whose content became unfindable, never requests.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from kvproof.fuzz.traces.clock import NS_PER_S, CostModel
+
+NO_HOST_TIER = "not applicable: no host tier"
+NOT_EXPORTED = "not exported by this subject"
+SERIES_POINTS = 50
+"""Points at most in a series over the iterations."""
+
+
+class Gauge(Struct, frozen=True):
+    """A level over virtual time."""
+
+    mean: float
+    minimum: int
+    maximum: int
+
+    def times(self, factor: int) -> Gauge:
+        """The same level in a smaller unit: ``factor`` of it make one of this."""
+        return Gauge(self.mean * factor, self.minimum * factor, self.maximum * factor)
+
+
+class Percentiles(Struct, frozen=True):
+    """Percentiles over requests; numpy's linear interpolation."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+class PrefixCacheHits(Struct, frozen=True):
+    """Prefix hits, in tokens: of first admissions, and apart from them of resumptions."""
+
+    tokens: int
+    queries_tokens: int
+    resumed_tokens: int
+    resumed_queries_tokens: int
+
+
+class BatchSizes(Struct, frozen=True):
+    """Sequences and tokens by iteration.
+
+    The series are means over ``iterations_per_point`` iterations each, the last over the rest.
+    """
+
+    sequences_mean: float
+    sequences_maximum: int
+    tokens_mean: float
+    tokens_maximum: int
+    iterations_per_point: int
+    sequences_series: list[float]
+    tokens_series: list[float]
+
+
+class SchedulerFigures(Struct, frozen=True):
+    """The chapter's fourteen, by its names, and the resumptions."""
+
+    kv_capacity_bytes: int
+    kv_bytes_used: Gauge
+    kv_blocks_total: int
+    kv_blocks_free: Gauge
+    live_cached_tokens: Gauge
+    active_sequences: Gauge
+    waiting_sequences: Gauge
+    admissions: int
+    preemptions: int
+    evictions: int | str
+    prefix_cache_hits: PrefixCacheHits
+    host_offload_bytes: str
+    host_promotions: str
+    batch_size_by_iteration: BatchSizes
+    resumptions: int
+
+
+class TraceResult(Struct, frozen=True):
+    """What a replay has to say; ready for ``msgspec.json.encode``."""
+
+    requests: int
+    finished: int
+    rejected: int
+    rejections: dict[str, int]
+    """Rejected requests by reason."""
+    stopped: str | None
+    """Why the replay ended before the trace did: a subject that refuses what it must grant."""
+    steps: int
+    virtual_seconds: float
+    metrics: SchedulerFigures
+    percentiles: dict[str, Percentiles]
+    """Over the finished requests, by the chapter's names; times in seconds."""
+    attention_mode: str
+    cache_dtype: str
+    cost: CostModel
+    """The assumption behind all times."""
+
+
+class Level:
+    """Collects a gauge: remembers since when the present value holds."""
+
+    __slots__ = ("area", "maximum", "minimum", "since_ns", "value")
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = self.minimum = self.maximum = value
+        self.since_ns = 0
+        self.area = 0
+
+    def set(self, value: int, now_ns: int) -> None:
+        """From ``now_ns`` on the level is ``value``."""
+        self.area += self.value * (now_ns - self.since_ns)
+        self.since_ns = now_ns
+        self.value = value
+        if value > self.maximum:
+            self.maximum = value
+        elif value < self.minimum:
+            self.minimum = value
+
+    def gauge(self, end_ns: int) -> Gauge:
+        """Mean and extremes from 0 to ``end_ns``."""
+        area = self.area + self.value * (end_ns - self.since_ns)
+        mean = area / end_ns if end_ns else float(self.value)
+        return Gauge(mean, self.minimum, self.maximum)
+
+
+class RequestRecords:
+    """Per-request figures in flat arrays, indexed by the request's number in the trace.
+
+    A time is -1 until it is known.
+    """
+
+    def __init__(self, requests: int) -> None:
+        unknown = array("q", [-1]) * requests
+        zero = array("q", [0]) * requests
+        self.arrival_ns = unknown[:]
+        self.admitted_ns = unknown[:]
+        self.first_token_ns = unknown[:]
+        self.finished_ns = unknown[:]
+        self.input_tokens = zero[:]
+        self.output_tokens = zero[:]
+        self.cached_tokens = zero[:]
+        self.allocated_blocks = zero[:]
+        self.preemptions = zero[:]
+
+    def percentiles(self) -> dict[str, Percentiles]:
+        """Percentiles over the finished requests; none if there are none.
+
+        ``queue_time`` ends with the first admission, ``prefill_time`` with the first token,
+        ``decode_time`` with the last; preemptions are inside the latter two.  A request with one
+        output token has no ``tpot``.
+        """
+        finished = np.asarray(self.finished_ns) >= 0
+        if not finished.any():
+            return {}
+        values = {name: np.asarray(column)[finished] for name, column in vars(self).items()}
+        decode_ns = values["finished_ns"] - values["first_token_ns"]
+        later_tokens = values["output_tokens"] - 1
+        several = later_tokens > 0
+        times_ns: Mapping[str, np.ndarray] = {
+            "queue_time": values["admitted_ns"] - values["arrival_ns"],
+            "prefill_time": values["first_token_ns"] - values["admitted_ns"],
+            "decode_time": decode_ns,
+            "ttft": values["first_token_ns"] - values["arrival_ns"],
+            "tpot": decode_ns[several] / later_tokens[several],
+        }
+        counts = ("input_tokens", "cached_tokens", "allocated_blocks", "preemptions")
+        columns = {name: values[name] for name in counts}
+        columns |= {name: time / NS_PER_S for name, time in times_ns.items()}
+        return {name: _percentiles(column) for name, column in columns.items() if column.size}
+
+
+def _percentiles(column: np.ndarray) -> Percentiles:
+    return Percentiles(*(float(value) for value in np.percentile(column, (50, 90, 99))))
+
+
+def batch_sizes(sequences: Sequence[int], tokens: Sequence[int]) -> BatchSizes:
+    """Summary of two figures by iteration."""
+    if not sequences:
+        return BatchSizes(0.0, 0, 0.0, 0, 1, [], [])
+    per_point = -(-len(sequences) // SERIES_POINTS)
+    starts = np.arange(0, len(sequences), per_point)
+    lengths = np.diff(np.append(starts, len(sequences)))
+
+    def series(column: Sequence[int]) -> list[float]:
+        means = np.add.reduceat(np.asarray(column, dtype=np.int64), starts) / lengths
+        return [round(float(mean), 3) for mean in means]
+
+    return BatchSizes(
+        sequences_mean=float(np.mean(sequences)),
+        sequences_maximum=max(sequences),
+        tokens_mean=float(np.mean(tokens)),
+        tokens_maximum=max(tokens),
+        iterations_per_point=per_point,
+        sequences_series=series(sequences),
+        tokens_series=series(tokens),
+    )

@@ -1,0 +1,467 @@
+"""The checkers' own books: a double entry of what the subject's operations and events say.
+
+Request models follow operations and outcomes (the naive model: what a request is, by the meaning
+of the operations alone).  Group books follow block events (the ownership ledger: who holds which
+block, what is findable).  Checkers compare the two with each other and with the subject's view.
+Nothing here is imported from an engine, and nothing here judges.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import insort
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+
+from kvproof.invariants.events import (
+    BlockCopied,
+    BlockEvicted,
+    BlocksAllocated,
+    BlocksPublished,
+    BlocksReleased,
+    BlocksReused,
+    BlocksShared,
+    Event,
+    ReleaseFenced,
+    StepItem,
+    StepLaunched,
+    StepRetired,
+)
+from kvproof.invariants.operations import (
+    Abort,
+    Admit,
+    Finish,
+    Fork,
+    Grow,
+    Operation,
+    Preempt,
+    Resume,
+)
+from kvproof.invariants.outcomes import Outcome
+from kvproof.invariants.prompts import sampled_token
+from kvproof.invariants.subject import Configuration, Semantics
+from kvproof.invariants.tags import Tags, extend_tags, prompt_tags
+
+_by_order = attrgetter("order")
+
+
+class RequestModel:
+    """What a live request must look like."""
+
+    __slots__ = (
+        "allocated",
+        "cached_tokens",
+        "computed",
+        "epoch",
+        "id",
+        "input_tokens",
+        "last_step",
+        "launched",
+        "order",
+        "running",
+        "scheduled",
+        "tables",
+        "tags",
+        "trusted_rows",
+        "verified",
+    )
+
+    def __init__(self, number: int, order: int, tags: Tags[int], groups: int) -> None:
+        self.id = number
+        self.order = order
+        """Rank of its first admission."""
+        self.tags = tags
+        self.input_tokens = len(tags)
+        self.cached_tokens = 0
+        self.computed = 0
+        self.scheduled = 0
+        """Tokens computed, or being computed by a step in flight."""
+        self.epoch = 0
+        self.launched = 0
+        """Steps in flight that carry it, of its present epoch."""
+        self.last_step = -1
+        self.running = True
+        self.tables: list[list[int]] = [[] for _ in range(groups)]
+        self.verified = [0] * groups
+        """Per group: leading positions whose slots are known to hold the right tags."""
+        self.trusted_rows = [0] * groups
+        """Per group: leading rows that launched steps were seen to read through this table."""
+
+    @property
+    def length(self) -> int:
+        return len(self.tags)
+
+
+class StepModel:
+    """A step in flight: its items, each with the request model of its time."""
+
+    __slots__ = ("fenced", "items", "number")
+
+    def __init__(self, number: int, items: list[tuple[StepItem, RequestModel]]) -> None:
+        self.number = number
+        self.items = items
+        self.fenced: list[tuple[int, list[list[int]]]] = []
+
+
+class GroupBooks:
+    """Ledger of one KV cache group's pool."""
+
+    __slots__ = (
+        "blocks_of",
+        "cached_free",
+        "evicting",
+        "group",
+        "key_of",
+        "key_of_tag",
+        "owed",
+        "referenced",
+        "refs",
+        "tag_of_key",
+        "touched",
+        "touched_keys",
+        "usable",
+    )
+
+    def __init__(self, group: int, usable: int, ids: int) -> None:
+        self.group = group
+        self.usable = usable
+        self.refs = [0] * ids
+        self.referenced = 0
+        """Blocks with at least one reference."""
+        self.key_of: dict[int, bytes] = {}
+        self.blocks_of: dict[bytes, list[int]] = {}
+        """The prefix index: key to findable blocks."""
+        self.tag_of_key: dict[bytes, int] = {}
+        self.key_of_tag: dict[int, bytes] = {}
+        """For findable keys: the tag of the last position of the block, and back."""
+        self.cached_free: OrderedDict[int, None] = OrderedDict()
+        """Findable blocks without a reference, by the time of their release."""
+        self.evicting: list[int] = []
+        """Evicted under pressure, not yet handed out."""
+        self.touched: list[int] = []
+        self.touched_keys: list[bytes] = []
+        """Blocks and keys of the present operation's events."""
+        self.owed: dict[int, tuple[RequestModel, int]] = {}
+        """Published before it was computed: block to (request, row); see ``Semantics``."""
+
+    @property
+    def empty_free(self) -> int:
+        """Free blocks in which nothing is findable."""
+        return self.usable - self.referenced - len(self.cached_free)
+
+    def hold(self, block: int) -> None:
+        """One more reference."""
+        if self.refs[block] == 0:
+            self.referenced += 1
+            self.cached_free.pop(block, None)
+        self.refs[block] += 1
+
+    def drop(self, block: int) -> None:
+        """One reference less; never below zero (a checker has reported that already)."""
+        if self.refs[block] <= 0:
+            return
+        self.refs[block] -= 1
+        if self.refs[block] == 0:
+            self.referenced -= 1
+            if block in self.key_of:
+                self.cached_free[block] = None
+
+    def publish(self, block: int, key: bytes, tag: int) -> None:
+        self.key_of[block] = key
+        self.blocks_of.setdefault(key, []).append(block)
+        self.tag_of_key[key] = tag
+        self.key_of_tag[tag] = key
+        if self.refs[block] == 0:
+            self.cached_free[block] = None
+
+    def unpublish(self, block: int) -> None:
+        key = self.key_of.pop(block, None)
+        self.cached_free.pop(block, None)
+        self.owed.pop(block, None)
+        if key is None:
+            return
+        blocks = self.blocks_of[key]
+        blocks.remove(block)
+        if not blocks:
+            del self.blocks_of[key]
+            self.key_of_tag.pop(self.tag_of_key.pop(key), None)
+
+
+class Books:
+    """All books of one run."""
+
+    def __init__(self, configuration: Configuration, semantics: Semantics) -> None:
+        self.configuration = configuration
+        self.semantics = semantics
+        self.block_size = configuration.block_size
+        ids = configuration.blocks + len(semantics.reserved)
+        self.groups = [
+            GroupBooks(group, configuration.blocks, ids) for group in range(semantics.groups)
+        ]
+        self.requests: dict[int, RequestModel] = {}
+        self.known: dict[int, RequestModel] = {}
+        """Live requests, and those that the present operation ended."""
+        self.ended: list[RequestModel] = []
+        self.strays: list[Event] = []
+        """Events about requests that are not known."""
+        self.running: list[RequestModel] = []
+        self.preempted: list[RequestModel] = []
+        self.steps: deque[StepModel] = deque()
+        self.retired: StepModel | None = None
+        """The step that the present operation retired."""
+        self.released_fences: set[tuple[int, int, int]] = set()
+        """(step, request, group) of the fences that the present operation opened."""
+        self.predicted_hits: list[tuple[int, list[int]]] = []
+        """Per group, the blocks that the present admission would reuse."""
+        self.events_seen = 0
+        """Events of the present operation."""
+        self.admissions = 0
+        self._tags_of: tuple[Admit | None, Tags[int]] = (None, array("Q"))
+        self._operations: dict[type[Operation], Callable[..., None]] = {
+            Admit: self._admit,
+            Grow: self._grow,
+            Fork: self._fork,
+            Finish: self._end,
+            Abort: self._end,
+            Preempt: self._preempt,
+            Resume: self._resume,
+        }
+        self.event_handlers: dict[type[Event], Callable[..., None]] = {
+            BlocksAllocated: self._blocks_allocated,
+            BlocksReused: self._blocks_reused,
+            BlocksShared: self._blocks_shared,
+            BlockCopied: self._block_copied,
+            BlocksReleased: self._blocks_released,
+            ReleaseFenced: self._release_fenced,
+            BlocksPublished: self._blocks_published,
+            BlockEvicted: self._block_evicted,
+            StepLaunched: self._step_launched,
+            StepRetired: self._step_retired,
+        }
+
+    # -- operations: the naive model ----------------------------------------------------------
+
+    def begin(self) -> None:
+        """A new operation: nothing touched yet."""
+        self.retired = None
+        if self.released_fences:
+            self.released_fences = set()
+        if self.ended:
+            for request in self.ended:
+                del self.known[request.id]
+            self.ended = []
+        for group in self.groups:
+            if group.touched:
+                group.touched = []
+            if group.touched_keys:
+                group.touched_keys = []
+
+    def apply(self, operation: Operation, outcome: Outcome) -> None:
+        """What a done operation means for its request."""
+        handler = self._operations.get(operation.__class__)
+        if handler is not None and outcome.status == "done":
+            handler(operation, outcome)
+
+    def tags_of(self, operation: Admit) -> Tags[int]:
+        """Tags of the prompt that asks to be admitted; not to be changed."""
+        known, tags = self._tags_of
+        if known is not operation:
+            tags = prompt_tags(
+                operation.prompt, operation.salt, operation.adapter, operation.media
+            )
+            self._tags_of = (operation, tags)
+        return tags
+
+    def _admit(self, operation: Admit, outcome: Outcome) -> None:
+        tags = self.tags_of(operation)[:]
+        assert outcome.request is not None
+        request = RequestModel(outcome.request, self.admissions, tags, len(self.groups))
+        self.admissions += 1
+        request.cached_tokens = outcome.cached_tokens
+        request.computed = request.scheduled = outcome.cached_tokens
+        self._enter(request)
+
+    def _enter(self, request: RequestModel) -> None:
+        self.requests[request.id] = self.known[request.id] = request
+        self.running.append(request)
+
+    def _grow(self, operation: Grow, outcome: Outcome) -> None:
+        request = self._target(outcome)
+        length, choice = len(request.tags), operation.choice
+        extend_tags(
+            request.tags,
+            [sampled_token(choice, p) for p in range(length, length + operation.tokens)],
+        )
+
+    def _fork(self, operation: Fork, outcome: Outcome) -> None:
+        parent = self._target(outcome)
+        for number in outcome.children:
+            child = RequestModel(number, self.admissions, parent.tags[:], len(self.groups))
+            self.admissions += 1
+            child.computed = child.scheduled = parent.computed
+            child.verified = parent.verified[:]
+            self._enter(child)
+
+    def _end(self, operation: Operation, outcome: Outcome) -> None:
+        request = self._target(outcome)
+        del self.requests[request.id]
+        (self.running if request.running else self.preempted).remove(request)
+        self.ended.append(request)
+        request.epoch += 1  # results of steps in flight are void from here on
+
+    def _preempt(self, operation: Preempt, outcome: Outcome) -> None:
+        request = self._target(outcome)
+        self.running.remove(request)
+        insort(self.preempted, request, key=_by_order)
+        request.running = False
+        request.epoch += 1
+        request.computed = request.scheduled = 0
+        request.verified = [0] * len(self.groups)
+        request.trusted_rows = [0] * len(self.groups)
+
+    def _resume(self, operation: Resume, outcome: Outcome) -> None:
+        request = self._target(outcome)
+        self.preempted.remove(request)
+        insort(self.running, request, key=_by_order)
+        request.running = True
+        request.computed = request.scheduled = outcome.cached_tokens
+
+    def _target(self, outcome: Outcome) -> RequestModel:
+        assert outcome.request is not None
+        return self.requests[outcome.request]
+
+    # -- block events: the ownership ledger -----------------------------------------------------
+    #
+    # An event about an unknown request is noted for LIFE to report, and passed over.
+
+    def _known(self, event: Event, number: int) -> RequestModel | None:
+        request = self.known.get(number)
+        if request is None:
+            self.strays.append(event)
+        return request
+
+    def _blocks_allocated(self, event: BlocksAllocated) -> None:
+        group = self.groups[event.group]
+        self._hold_all(group, event.blocks)
+        request = self._known(event, event.request)
+        if request is not None:
+            request.tables[event.group].extend(event.blocks)
+        if group.evicting:
+            group.evicting = []
+
+    def _blocks_reused(self, event: BlocksReused) -> None:
+        self._hold_all(self.groups[event.group], event.blocks)
+        request = self._known(event, event.request)
+        if request is not None:
+            request.tables[event.group].extend(event.blocks)
+
+    def _blocks_shared(self, event: BlocksShared) -> None:
+        self._hold_all(self.groups[event.group], event.blocks)
+        request = self._known(event, event.request)
+        if request is not None:
+            request.tables[event.group] = list(event.blocks)
+
+    def _hold_all(self, group: GroupBooks, blocks: Sequence[int]) -> None:
+        refs, cached_free = group.refs, group.cached_free
+        for block in blocks:
+            if refs[block] == 0:
+                group.referenced += 1
+                cached_free.pop(block, None)
+            refs[block] += 1
+        group.touched += blocks
+
+    def _block_copied(self, event: BlockCopied) -> None:
+        group = self.groups[event.group]
+        self._hold_all(group, (event.target,))
+        group.drop(event.source)
+        group.touched.append(event.source)
+        if group.evicting:
+            group.evicting = []
+        request = self._known(event, event.request)
+        if request is None:
+            return
+        # A new list: steps in flight may refer to the old one.
+        table = request.tables[event.group] = request.tables[event.group][:]
+        table[event.row] = event.target
+        changed = event.row * self.block_size
+        request.verified[event.group] = min(request.verified[event.group], changed)
+        request.trusted_rows[event.group] = min(request.trusted_rows[event.group], event.row)
+
+    def _blocks_released(self, event: BlocksReleased) -> None:
+        group = self.groups[event.group]
+        refs, key_of, cached_free = group.refs, group.key_of, group.cached_free
+        for block in event.blocks:
+            if refs[block] > 0:  # else REF has reported it
+                refs[block] -= 1
+                if refs[block] == 0:
+                    group.referenced -= 1
+                    if block in key_of:
+                        cached_free[block] = None
+        group.touched += event.blocks
+        if event.step is not None:
+            self.released_fences.add((event.step, event.request, event.group))
+        else:
+            request = self._known(event, event.request)
+            if request is not None:
+                request.tables[event.group] = []
+
+    def _release_fenced(self, event: ReleaseFenced) -> None:
+        """The tables move from the request to the step; references stay."""
+        request = self._known(event, event.request)
+        step = next((step for step in self.steps if step.number == event.step), None)
+        if request is not None and step is not None:
+            step.fenced.append((request.id, request.tables))
+            request.tables = [[] for _ in self.groups]
+            request.launched = 0
+
+    def _blocks_published(self, event: BlocksPublished) -> None:
+        group = self.groups[event.group]
+        request = self._known(event, event.request)
+        if request is None:
+            return
+        position = event.row * self.block_size - 1
+        early = self.semantics.publishes == "at_allocation"
+        for row, (block, key) in enumerate(
+            zip(event.blocks, event.keys, strict=True), start=event.row
+        ):
+            position += self.block_size
+            if position >= len(request.tags):
+                continue  # not a full block: VALID has reported it
+            group.publish(block, key, request.tags[position])
+            if early and position >= request.computed:
+                group.owed[block] = (request, row)
+        group.touched += event.blocks
+        group.touched_keys += event.keys
+
+    def _block_evicted(self, event: BlockEvicted) -> None:
+        group = self.groups[event.group]
+        group.unpublish(event.block)
+        group.touched.append(event.block)
+        group.touched_keys.append(event.key)
+        if event.cause == "pressure":
+            group.evicting.append(event.block)
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def _step_launched(self, event: StepLaunched) -> None:
+        items = []
+        for item in event.items:
+            request = self._known(event, item.request)
+            if request is None:
+                continue
+            items.append((item, request))
+            request.scheduled = item.end
+            request.launched += 1
+            request.last_step = event.step
+        self.steps.append(StepModel(event.step, items))
+
+    def _step_retired(self, event: StepRetired) -> None:
+        if not self.steps:
+            return
+        step = self.steps.popleft()
+        self.retired = step
+        for item, request in step.items:
+            if request.epoch == item.epoch:
+                request.computed = item.end
+                request.launched -= 1

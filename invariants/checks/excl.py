@@ -1,0 +1,185 @@
+"""EXCL: a block that is written has one owner, and nobody else's step uses it.
+
+Verifies: that an allocation or a copy-on-write target was free, not reserved and handed out
+once; that a launched step writes only blocks of its own request's table that nobody shares and
+nothing findable lies in; that a copy-on-write replaces the block that the table named; in an
+audit, that no two live tables share a block in which either still has positions to write.
+
+Does not verify: what is read (PROV); that a copy's bytes are right (PROV).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvproof.invariants.books import GroupBooks, RequestModel
+from kvproof.invariants.events import (
+    BlockCopied,
+    BlocksAllocated,
+    Event,
+    StepItem,
+    StepLaunched,
+)
+from kvproof.invariants.property import Check, Claim, EventHandler
+
+
+class Excl(Check):
+    """Exclusive ownership of what is written."""
+
+    claims = (
+        Claim(
+            "No two writable logical blocks are the same physical block.",
+            "chapter, accounting: no unexpected alias; survey E03, P12",
+        ),
+        Claim(
+            "A block with more than one owner, or one that is findable, is never written.",
+            "bugs B22, B24, B29; survey S04",
+        ),
+        Claim(
+            "A block is handed out only while nothing holds it: no table, no step in flight.",
+            "bugs B21, B25, B76, B82; survey P18",
+        ),
+        Claim("No request owns a reserved block.", "survey P11; bug B39"),
+    )
+    positive_control = "writes-start-at-row-zero"
+
+    def before_event(self) -> Mapping[type[Event], EventHandler]:
+        return {
+            BlocksAllocated: self._allocated,
+            BlockCopied: self._copied,
+            StepLaunched: self._launched,
+        }
+
+    def _allocated(self, event: BlocksAllocated) -> None:
+        group = self.books.groups[event.group]
+        blocks = event.blocks
+        if len(blocks) > 1 and len(set(blocks)) != len(blocks):
+            twice = next(b for b in blocks if list(blocks).count(b) > 1)
+            self.fail(
+                f"block {twice} was handed out twice in one allocation to "
+                f"request {event.request}",
+                group=event.group,
+                block=twice,
+                request=event.request,
+            )
+        for block in blocks:
+            self._handed_out(group, block, event.request)
+        self.checked += 1
+
+    def _handed_out(self, group: GroupBooks, block: int, request: int) -> None:
+        if group.refs[block]:
+            self.fail(
+                f"block {block} was given to request {request} while {self._owners(group, block)} "
+                "held it",
+                group=group.group,
+                block=block,
+                request=request,
+            )
+        elif block in self.semantics.reserved:
+            self.fail(
+                f"reserved block {block} was given to request {request}",
+                group=group.group,
+                block=block,
+                request=request,
+            )
+
+    def _owners(self, group: GroupBooks, block: int) -> str:
+        names = [
+            f"request {request.id}"
+            for request in self.books.requests.values()
+            if block in request.tables[group.group]
+        ]
+        names += [
+            f"step {step.number}, in flight, for request {number}"
+            for step in self.books.steps
+            for number, tables in step.fenced
+            if block in tables[group.group]
+        ]
+        return " and ".join(names) or "somebody"
+
+    def _copied(self, event: BlockCopied) -> None:
+        group = self.books.groups[event.group]
+        self._handed_out(group, event.target, event.request)
+        request = self.books.known.get(event.request)
+        if request is None:
+            return
+        table = request.tables[event.group]
+        if event.row >= len(table) or table[event.row] != event.source:
+            self.fail(
+                f"request {event.request} copied block {event.source} for its row {event.row}, "
+                "which its table does not name there",
+                group=event.group,
+                block=event.source,
+                request=event.request,
+            )
+        self.checked += 1
+
+    def _launched(self, event: StepLaunched) -> None:
+        for item in event.items:
+            request = self.books.known.get(item.request)
+            if request is not None:
+                for group in self.books.groups:
+                    self._written(group, item, request)
+        self.checked += 1
+
+    def _written(self, group: GroupBooks, item: StepItem, request: RequestModel) -> None:
+        size = self.block_size
+        table = item.tables[group.group]
+        own = request.tables[group.group]
+        refs, key_of, owed = group.refs, group.key_of, group.owed
+        for row in range(item.start // size, (item.end + size - 1) // size):
+            if row >= len(table) or row >= len(own) or table[row] != own[row]:
+                self._foreign(group, item, row, table)
+                return
+            block = own[row]
+            if refs[block] != 1 or (block in key_of and block not in owed):
+                self._shared(group, item, block)
+                return
+
+    def _foreign(
+        self, group: GroupBooks, item: StepItem, row: int, table: Sequence[int]
+    ) -> None:
+        named = f"block {table[row]}" if row < len(table) else "no block"
+        self.fail(
+            f"a step writes row {row} of request {item.request} through a table that names "
+            f"{named} there, not the one the request was given",
+            group=group.group,
+            block=table[row] if row < len(table) else None,
+            request=item.request,
+        )
+
+    def _shared(self, group: GroupBooks, item: StepItem, block: int) -> None:
+        if group.refs[block] > 1:
+            why = f"while {self._owners(group, block)} hold it"
+        elif group.refs[block] == 0:
+            why = "which nothing holds"
+        else:
+            why = "which is findable in the prefix cache"
+        self.fail(
+            f"a step writes positions {item.start} to {item.end} of request {item.request} "
+            f"into block {block}, {why}",
+            group=group.group,
+            block=block,
+            request=item.request,
+        )
+
+    def audit(self) -> None:
+        size = self.block_size
+        for group in self.books.groups:
+            for request in self.books.running:
+                table = request.tables[group.group]
+                for row in range(request.computed // size, len(table)):
+                    block = table[row]
+                    first_written = max(request.computed, row * size)
+                    if first_written < request.length and group.refs[block] > 1 and (
+                        block not in group.owed
+                    ):
+                        self.fail(
+                            f"request {request.id} has yet to write block {block}, which "
+                            f"{self._owners(group, block)} hold",
+                            group=group.group,
+                            block=block,
+                            request=request.id,
+                        )
+                        return
+        self.checked += 1

@@ -1,0 +1,129 @@
+"""ORDER: blocks are evicted in the stated order, and only when needed.
+
+Verifies: where the subject promises it, that the evicted block is the one whose last reference
+went the longest time ago; that nothing is evicted while an empty-free block is left; that a
+request gives back its last block first; in an audit, that the free blocks stand in that order.
+
+Does not verify: that every cached extension has its prefix cached too (least recently used
+evicts duplicates' children out of that order, see survey R14); orders of other policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvproof.invariants.books import GroupBooks
+from kvproof.invariants.events import (
+    BlockCopied,
+    BlockEvicted,
+    BlocksAllocated,
+    BlocksReleased,
+    Event,
+)
+from kvproof.invariants.property import Check, Claim, EventHandler
+
+
+class Order(Check):
+    """Eviction follows the stated policy."""
+
+    claims = (
+        Claim(
+            "The victim is the cached-free block whose last reference went longest ago; a hit "
+            "makes a block recent.",
+            "bugs B56, B59, B64; survey R12, R13",
+        ),
+        Claim(
+            "Cached content is evicted only when no empty-free block is left.",
+            "survey P08, R12",
+        ),
+        Claim(
+            "A request gives back its tail before its head, so prefixes outlive extensions.",
+            "bugs B56, B57; survey P09",
+        ),
+    )
+    positive_control = "hits-do-not-refresh"
+
+    def before_event(self) -> Mapping[type[Event], EventHandler]:
+        handlers: dict[type[Event], EventHandler] = {}
+        if self.semantics.eviction_order == "lru":
+            handlers[BlockEvicted] = self._evicted
+            handlers[BlocksAllocated] = self._allocated
+            handlers[BlockCopied] = self._copied
+        if self.semantics.release_order == "tail_first":
+            handlers[BlocksReleased] = self._released
+        return handlers
+
+    def _evicted(self, event: BlockEvicted) -> None:
+        group = self.books.groups[event.group]
+        if not group.cached_free:
+            return
+        oldest = next(iter(group.cached_free))
+        if event.block != oldest and event.block in group.cached_free:
+            self.fail(
+                f"block {event.block} was evicted ({event.cause}), but block {oldest} was "
+                "released before it and never used since",
+                group=event.group,
+                block=event.block,
+            )
+        self.checked += 1
+
+    def _allocated(self, event: BlocksAllocated) -> None:
+        self._needed(self.books.groups[event.group], len(event.blocks), event.request)
+
+    def _copied(self, event: BlockCopied) -> None:
+        self._needed(self.books.groups[event.group], 1, event.request)
+
+    def _needed(self, group: GroupBooks, blocks: int, request: int) -> None:
+        evicted = len(group.evicting)
+        if not evicted:
+            return
+        empty = group.empty_free - evicted
+        if evicted > max(0, blocks - empty):
+            self.fail(
+                f"{evicted} blocks were evicted for the {blocks} that request {request} needs, "
+                f"though {empty} free blocks were empty",
+                group=group.group,
+                block=group.evicting[-1],
+                request=request,
+            )
+        self.checked += 1
+
+    def _released(self, event: BlocksReleased) -> None:
+        table = self._table_of(event)
+        blocks = event.blocks
+        if table is None or len(table) != len(blocks) or len(blocks) < 2:
+            return
+        if list(blocks) != table[::-1] and sorted(blocks) == sorted(table):
+            self.fail(
+                f"request {event.request} gave back its blocks as {list(blocks)}, not from the "
+                f"tail of its table {table}",
+                group=event.group,
+                block=blocks[0],
+                request=event.request,
+            )
+        self.checked += 1
+
+    def _table_of(self, event: BlocksReleased) -> list[int] | None:
+        if event.step is None:
+            request = self.books.known.get(event.request)
+            return request.tables[event.group] if request else None
+        return None
+
+    def audit(self) -> None:
+        if self.semantics.eviction_order != "lru":
+            return
+        for group in self.books.groups:
+            expected = list(group.cached_free)
+            actual = list(self.view.free_blocks(group.group))[group.empty_free :]
+            if actual != expected:
+                first = next(
+                    (a for a, e in zip(actual, expected, strict=False) if a != e),
+                    (actual or expected)[-1],
+                )
+                self.fail(
+                    f"the next victims are blocks {actual[:8]}, but by the time of their release "
+                    f"they should be {expected[:8]}",
+                    group=group.group,
+                    block=first,
+                )
+        self.checked += 1

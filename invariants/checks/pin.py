@@ -1,0 +1,100 @@
+"""PIN: what a step in flight uses is neither freed nor evicted, and fences open exactly once.
+
+Verifies: where the subject fences releases, that a request whose step is in flight gives up its
+blocks to that step and not to the free ones; that a fence opens when its step retires, for all
+that it holds, and not before; that no block with a holder is evicted.
+
+Does not verify: pins of transfers between tiers (there are none at this level).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvproof.invariants.events import BlockEvicted, BlocksReleased, Event, ReleaseFenced
+from kvproof.invariants.operations import Operation, Retire
+from kvproof.invariants.outcomes import Outcome
+from kvproof.invariants.property import Check, Claim, EventHandler
+
+
+class Pin(Check):
+    """Protection of blocks in use."""
+
+    claims = (
+        Claim(
+            "Blocks that an unfinished step reads or writes are not free before it is finished.",
+            "chapter, tiering: ownership released only after a safe state; bugs B76, B82; "
+            "survey P18",
+        ),
+        Claim(
+            "A block that somebody holds is not evicted.",
+            "bugs B15, B21, B54, B55; survey R11",
+        ),
+        Claim("A fence gives back exactly what it took, once.", "bugs B02, B17; survey E07"),
+    )
+    positive_control = "releases-ignore-steps-in-flight"
+    concludes_on = (Retire,)
+    concludes_when = ("done",)
+
+    def before_event(self) -> Mapping[type[Event], EventHandler]:
+        handlers: dict[type[Event], EventHandler] = {BlockEvicted: self._evicted}
+        if self.semantics.fences_releases:
+            handlers |= {BlocksReleased: self._released, ReleaseFenced: self._fenced}
+        return handlers
+
+    def _evicted(self, event: BlockEvicted) -> None:
+        if self.books.groups[event.group].refs[event.block]:
+            self.fail(
+                f"block {event.block} was evicted ({event.cause}) while it was held",
+                group=event.group,
+                block=event.block,
+            )
+        self.checked += 1
+
+    def _released(self, event: BlocksReleased) -> None:
+        self.checked += 1
+        if event.step is None:
+            request = self.books.known.get(event.request)
+            if request is not None and request.launched:
+                self.fail(
+                    f"request {event.request} freed its blocks while step "
+                    f"{request.last_step}, which uses them, was in flight",
+                    group=event.group,
+                    block=event.blocks[-1] if event.blocks else None,
+                    request=event.request,
+                )
+        elif self.books.retired is None or self.books.retired.number != event.step:
+            self.fail(
+                f"the fence of step {event.step} gave back blocks {list(event.blocks)} of "
+                f"request {event.request} while the step was in flight",
+                group=event.group,
+                block=event.blocks[-1] if event.blocks else None,
+                request=event.request,
+            )
+
+    def _fenced(self, event: ReleaseFenced) -> None:
+        request = self.books.known.get(event.request)
+        if request is not None and request.last_step != event.step:
+            self.fail(
+                f"the blocks of request {event.request} were left to step {event.step}, but "
+                f"its last step in flight is {request.last_step}",
+                request=event.request,
+            )
+        self.checked += 1
+
+    def conclude(self, operation: Operation, outcome: Outcome) -> None:
+        retired = self.books.retired
+        if retired is None:
+            return
+        released = self.books.released_fences
+        for number, tables in retired.fenced:
+            for group, table in enumerate(tables):
+                if table and (retired.number, number, group) not in released:
+                    self.fail(
+                        f"step {retired.number} is retired, but its fence still holds blocks "
+                        f"{table} of request {number}",
+                        group=group,
+                        block=table[0],
+                        request=number,
+                    )
+        self.checked += 1

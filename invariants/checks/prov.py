@@ -1,0 +1,163 @@
+"""PROV: each slot that attention reads holds the KV of that very sequence and position.
+
+Verifies: when a step retires, that every slot it read, for each request and group, carries the
+tag of that request's own history (salt, adapter, media and all tokens up to the position): not
+poison, not another prefix; that steps read through the tables that the requests were given; in
+an audit, the same for all computed positions of all running requests.
+
+Does not verify: numerical values (a kernel's business); order of writes within one step, which
+is taken to write before it reads, as attention does layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvproof.invariants.books import RequestModel
+from kvproof.invariants.events import (
+    BlockCopied,
+    BlockEvicted,
+    BlocksReleased,
+    Event,
+    StepItem,
+    StepLaunched,
+    StepRetired,
+)
+from kvproof.invariants.property import Check, Claim, EventHandler
+from kvproof.invariants.tags import EVICTED, FREED
+
+
+class Prov(Check):
+    """Provenance of what attention reads; also moves the shadow memory's bytes."""
+
+    claims = (
+        Claim(
+            "Attention for a request at a position reads the KV of that request's own prefix.",
+            "bugs B24, B29, B30, B36; survey P04",
+        ),
+        Claim(
+            "A slot that was freed, evicted or not written yet is never read.",
+            "chapter, tiering: attention cannot consume stale or incomplete bytes; survey E13",
+        ),
+        Claim(
+            "What a sequence reads does not depend on which physical blocks it was given.",
+            "survey P01, E16",
+        ),
+    )
+    positive_control = "copy-on-write-copies-nothing"
+
+    def before_event(self) -> Mapping[type[Event], EventHandler]:
+        return {StepLaunched: self._launched}
+
+    def after_event(self) -> Mapping[type[Event], EventHandler]:
+        return {
+            BlockCopied: self._copied,
+            BlocksReleased: self._released,
+            BlockEvicted: self._evicted,
+            StepRetired: self._retired,
+        }
+
+    # -- bytes move ----------------------------------------------------------------------------
+
+    def _copied(self, event: BlockCopied) -> None:
+        self.shadows[event.group].copy(event.source, event.target, event.tokens)
+
+    def _released(self, event: BlocksReleased) -> None:
+        group = self.books.groups[event.group]
+        refs, key_of = group.refs, group.key_of
+        dead = [b for b in event.blocks if refs[b] == 0 and b not in key_of]
+        self.shadows[event.group].poison(dead, FREED)
+
+    def _evicted(self, event: BlockEvicted) -> None:
+        if self.books.groups[event.group].refs[event.block] == 0:
+            self.shadows[event.group].poison((event.block,), EVICTED)
+
+    # -- reads are checked -----------------------------------------------------------------------
+
+    def _launched(self, event: StepLaunched) -> None:
+        """The rows that the step reads are those that the request was given."""
+        size = self.block_size
+        for item in event.items:
+            request = self.books.known.get(item.request)
+            if request is None:
+                continue
+            rows = (item.end + size - 1) // size
+            for group, table in enumerate(item.tables):
+                first = request.trusted_rows[group]
+                if first >= rows:
+                    continue
+                own = request.tables[group]
+                if list(table[first:rows]) != own[first:rows]:
+                    self._wrong_table(item, group, first, table, own)
+                    return
+                # The last row may still be replaced by a copy-on-write: books reset this then.
+                request.trusted_rows[group] = rows
+
+    def _wrong_table(
+        self, item: StepItem, group: int, first: int, table: Sequence[int], own: list[int]
+    ) -> None:
+        row = next(
+            (r for r in range(first, len(own)) if r >= len(table) or table[r] != own[r]), first
+        )
+        named = f"block {table[row]}" if row < len(table) else "no block"
+        given = f"block {own[row]}" if row < len(own) else "no block"
+        self.fail(
+            f"a step reads row {row} of request {item.request} through a table that names "
+            f"{named}, but the request was given {given}",
+            group=group,
+            block=table[row] if row < len(table) else None,
+            request=item.request,
+        )
+
+    def _retired(self, event: StepRetired) -> None:
+        step = self.books.retired
+        if step is None:
+            return
+        groups = range(len(self.shadows))
+        # All writes of a step come before its reads: layer by layer, K and V before attention.
+        for item, request in step.items:
+            for group in groups:
+                self.shadows[group].write(
+                    request.tags, item.start, item.end, item.tables[group]
+                )
+        for item, request in step.items:
+            for group in groups:
+                self._read(item, request, group)
+        self.checked += 1
+
+    def _read(self, item: StepItem, request: RequestModel, group: int) -> None:
+        live = request.epoch == item.epoch
+        verified = request.verified[group] if live else 0
+        # What the step has just written is in place; what was verified before has not changed
+        # since, or EXCL or REF would have reported the write, the release or the eviction.
+        if verified < item.start:
+            self._compare(request, group, verified, item.start, item.tables[group])
+        if live and item.end > verified:
+            request.verified[group] = item.end
+
+    def _compare(
+        self, request: RequestModel, group: int, start: int, end: int, table: Sequence[int]
+    ) -> bool:
+        shadow = self.shadows[group]
+        position = shadow.first_mismatch(request.tags, start, end, table)
+        if position is None:
+            return True
+        row, offset = divmod(position, self.block_size)
+        block = table[row]
+        self.fail(
+            f"request {request.id} reads position {position} from block {block}, offset "
+            f"{offset} (row {row} of its table), which holds {shadow.describe(block, offset)}",
+            group=group,
+            block=block,
+            request=request.id,
+        )
+        return False
+
+    def audit(self) -> None:
+        for request in self.books.running:
+            for group in range(len(self.shadows)):
+                table = request.tables[group]
+                end = min(request.computed, len(table) * self.block_size)
+                if end and not self._compare(request, group, 0, end, table):
+                    return
+        self.checked += 1

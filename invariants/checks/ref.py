@@ -1,0 +1,121 @@
+"""REF: a block's reference count is the number of its holders.
+
+Verifies: for each block that an operation touched, that the subject's count equals the number of
+block tables and fences that hold it by the events; that a request gives back exactly the blocks
+of its table, none twice, none below zero; in an audit, all counts, and that a block is free
+exactly when its count is 0.
+
+Does not verify: counts of subjects that keep none (their adapters derive them from tables, so
+the comparison says little there); whether a shared block may be written (EXCL).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvproof.invariants.events import BlocksReleased, Event
+from kvproof.invariants.operations import Operation
+from kvproof.invariants.outcomes import Outcome
+from kvproof.invariants.property import Check, Claim, EventHandler
+
+
+class Ref(Check):
+    """Reference counts."""
+
+    claims = (
+        Claim(
+            "The reference count of a block is the number of its holders; it is never negative.",
+            "bugs B03, B16, B18, B20; survey S01, E04",
+        ),
+        Claim(
+            "When a request ends, each of its blocks loses exactly one reference, and a block "
+            "without reference is free or explicitly kept findable.",
+            "chapter, life cycle: request ends → blocks released or retained; bugs B04, B11, B19",
+        ),
+        Claim(
+            "A prefix hit on a free block takes it out of the free ones in the same operation.",
+            "chapter, life cycle: ownership state updated atomically; bug B20; survey R15",
+        ),
+    )
+    positive_control = "fork-takes-no-reference"
+
+    def before_event(self) -> Mapping[type[Event], EventHandler]:
+        return {BlocksReleased: self._released}
+
+    def _released(self, event: BlocksReleased) -> None:
+        refs = self.books.groups[event.group].refs
+        for block in event.blocks:
+            if refs[block] <= 0:
+                self._over_released(event, block)
+        held = self._held_table(event)
+        if held is not None and (
+            len(held) != len(event.blocks) or sorted(held) != sorted(event.blocks)
+        ):
+            self.fail(
+                f"request {event.request} gave back blocks {list(event.blocks)}, "
+                f"but its table held {list(held)}",
+                group=event.group,
+                block=_first_difference(held, event.blocks),
+                request=event.request,
+            )
+        self.checked += 1
+
+    def _over_released(self, event: BlocksReleased, block: int) -> None:
+        self.fail(
+            f"block {block} was released by request {event.request}, but nothing held it",
+            group=event.group,
+            block=block,
+            request=event.request,
+        )
+
+    def _held_table(self, event: BlocksReleased) -> list[int] | None:
+        if event.step is None:
+            request = self.books.known.get(event.request)
+            return request.tables[event.group] if request else None
+        retired = self.books.retired
+        if retired is None or retired.number != event.step:
+            return None
+        for number, tables in retired.fenced:
+            if number == event.request:
+                return tables[event.group]
+        return None
+
+    def conclude(self, operation: Operation, outcome: Outcome) -> None:
+        for group in self.books.groups:
+            if not group.touched:
+                continue
+            actual, expected = self.view.ref_counts(group.group), group.refs
+            for block in group.touched:
+                if actual[block] != expected[block]:
+                    self._wrong_count(group.group, block, actual[block], expected[block])
+                    break
+            self.checked += 1
+
+    def _wrong_count(self, group: int, block: int, actual: int, expected: int) -> None:
+        self.fail(
+            f"block {block} has a reference count of {actual}, but {expected} "
+            f"{'holder has' if expected == 1 else 'holders have'} it",
+            group=group,
+            block=block,
+        )
+
+    def audit(self) -> None:
+        for group in self.books.groups:
+            actual: Any = self.view.ref_counts(group.group)
+            if actual == group.refs:
+                continue
+            for block, expected in enumerate(group.refs):
+                if block not in self.semantics.reserved and actual[block] != expected:
+                    self._wrong_count(group.group, block, actual[block], expected)
+                    break
+        self.checked += 1
+
+
+def _first_difference(held: list[int], released: Any) -> int:
+    left = list(released)
+    for block in held:
+        if block not in left:
+            return block
+        left.remove(block)
+    return int(left[0]) if left else held[0]

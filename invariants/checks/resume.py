@@ -1,0 +1,121 @@
+"""RESUME: a preempted request comes back as if it had never been away.
+
+Verifies: that a preempted request holds no block and no computed token; that a resumed one has
+all of its tokens, and counts as computed exactly its prefix hit; that a step carries each
+request at most once, running, from where it stood; that results of steps from before a
+preemption or an end change nothing; and that after each step exactly its tokens are computed.
+
+Does not verify: roll-back of speculative tokens; that resumption ever succeeds (liveness).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvproof.invariants.events import Event, StepItem, StepLaunched
+from kvproof.invariants.operations import Operation, Preempt, Resume, Retire
+from kvproof.invariants.outcomes import Outcome
+from kvproof.invariants.property import Check, Claim, EventHandler
+
+
+class Resume_(Check):  # noqa: N801 — `Resume` is the operation
+    """Preemption by recompute is invisible in tokens and tables."""
+
+    claims = (
+        Claim(
+            "A preempted request is in no step launched later, and holds no blocks.",
+            "bugs B65, B66, B73; survey K08, K13",
+        ),
+        Claim(
+            "After resumption the request has the tokens it had, and is computed up to its "
+            "prefix hit.",
+            "bugs B66, B68, B70, B72; survey K11, K21",
+        ),
+        Claim(
+            "Results of a step that was launched before the preemption are void.",
+            "bugs B74, B96; survey, promise 12 of vLLM",
+        ),
+        Claim(
+            "A long request goes on from where it stood, whatever others do.",
+            "chapter, continuous batching: long request continues; survey E11",
+        ),
+    )
+    positive_control = "late-result-is-applied"
+    concludes_on = (Preempt, Resume, Retire)
+    concludes_when = ("done",)
+
+    @classmethod
+    def id(cls) -> str:
+        return "RESUME"
+
+    def before_event(self) -> Mapping[type[Event], EventHandler]:
+        return {StepLaunched: self._launched}
+
+    def _launched(self, event: StepLaunched) -> None:
+        seen: set[int] = set()
+        for item in event.items:
+            why = self._misplaced(item, seen)
+            if why:
+                self.fail(
+                    f"step {event.step} computes positions {item.start} to {item.end} of "
+                    f"request {item.request}, {why}",
+                    request=item.request,
+                )
+                return
+            seen.add(item.request)
+        self.checked += 1
+
+    def _misplaced(self, item: StepItem, seen: set[int]) -> str | None:
+        request = self.books.known.get(item.request)
+        if request is None:
+            return None  # LIFE
+        if item.request in seen:
+            return "which it carries twice"
+        if not request.running:
+            return "which is preempted"
+        if item.epoch != request.epoch:
+            return f"as of its epoch {item.epoch}, but it was preempted {request.epoch} times"
+        if item.start != request.scheduled or not item.start < item.end <= request.length:
+            return (
+                f"which has {request.length} tokens, {request.scheduled} of them computed or "
+                "in a step"
+            )
+        return None
+
+    def conclude(self, operation: Operation, outcome: Outcome) -> None:
+        self.checked += 1
+        if self.books.retired is not None:
+            for item, request in self.books.retired.items:
+                if self.books.requests.get(item.request) is request:
+                    self._computed(request.id, "the step retired")
+        elif outcome.request is not None:
+            self._computed(outcome.request, f"the {type(operation).__name__.lower()}")
+            self._table_and_tokens(outcome.request)
+
+    def _computed(self, number: int, after: str) -> None:
+        expected = self.books.requests[number].computed
+        actual = self.view.computed(number)
+        if actual != expected:
+            self.fail(
+                f"after {after}, request {number} counts {actual} tokens as computed, but "
+                f"{expected} are",
+                request=number,
+            )
+
+    def _table_and_tokens(self, number: int) -> None:
+        request = self.books.requests[number]
+        if self.view.length(number) != request.length:
+            self.fail(
+                f"request {number} has {self.view.length(number)} tokens, not {request.length}",
+                request=number,
+            )
+        if not request.running:
+            for group in self.books.groups:
+                table = list(self.view.table(number, group.group))
+                if table:
+                    self.fail(
+                        f"request {number} is preempted, but its table holds {table}",
+                        group=group.group,
+                        block=table[0],
+                        request=number,
+                    )

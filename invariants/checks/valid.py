@@ -1,0 +1,240 @@
+"""VALID: what is findable is complete, and what was removed is not findable.
+
+Verifies: that a block is published only when all of its slots hold the KV that its key stands
+for (or, where the subject declares early publication, once the step that owes it is retired);
+that a completed block does become findable; that a hit names blocks that are findable; that
+an evicted, reused or reset block's key leads nowhere; in an audit, that the subject's index
+holds exactly the entries that the events left, each with its content.
+
+Does not verify: that keys tell contents apart (KEY); which block is evicted (ORDER).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvproof.invariants.books import GroupBooks, RequestModel
+from kvproof.invariants.events import (
+    BlocksAllocated,
+    BlocksPublished,
+    BlocksReused,
+    Event,
+    StepRetired,
+)
+from kvproof.invariants.operations import Operation
+from kvproof.invariants.outcomes import Outcome
+from kvproof.invariants.property import Check, Claim, EventHandler
+
+
+class Valid(Check):
+    """The prefix index tells the truth."""
+
+    claims = (
+        Claim(
+            "A findable block holds, complete, the tokens of the prefix that its key stands for.",
+            "chapter, tiering: no incomplete bytes; bugs B32, B37, B44; survey R04, D03",
+        ),
+        Claim(
+            "A block that is reused, evicted or reset is not findable any more.",
+            "chapter, life cycle: request evicted → state updated atomically; bugs B32, B33, B34",
+        ),
+        Claim(
+            "A full, computed block is findable, until it is evicted.",
+            "survey R04, R11 (cached-free); bug B52 (a cache that never hits)",
+        ),
+        Claim("A hit names findable blocks only.", "survey R06, E08"),
+    )
+    positive_control = "stale-key-after-reuse"
+
+    def before_event(self) -> Mapping[type[Event], EventHandler]:
+        return {
+            BlocksAllocated: self._allocated,
+            BlocksReused: self._reused,
+            BlocksPublished: self._published,
+        }
+
+    def after_event(self) -> Mapping[type[Event], EventHandler]:
+        return {StepRetired: self._pay} if self._early else {}
+
+    @property
+    def _early(self) -> bool:
+        return self.semantics.publishes == "at_allocation"
+
+    def _allocated(self, event: BlocksAllocated) -> None:
+        group = self.books.groups[event.group]
+        if not group.key_of:
+            return
+        for block in event.blocks:
+            if block in group.key_of:
+                self.fail(
+                    f"block {block} was given to request {event.request} while its old content "
+                    "was still findable",
+                    group=event.group,
+                    block=block,
+                    request=event.request,
+                )
+                return
+
+    def _reused(self, event: BlocksReused) -> None:
+        group = self.books.groups[event.group]
+        for block in event.blocks:
+            if block not in group.key_of:
+                self.fail(
+                    f"request {event.request} got a prefix hit on block {block}, in which "
+                    "nothing is findable",
+                    group=event.group,
+                    block=block,
+                    request=event.request,
+                )
+                return
+        self.checked += 1
+
+    def _published(self, event: BlocksPublished) -> None:
+        request = self.books.known.get(event.request)
+        if request is None:
+            return
+        group = self.books.groups[event.group]
+        end = (event.row + len(event.blocks)) * self.block_size
+        table = request.tables[event.group][event.row : event.row + len(event.blocks)]
+        if end > request.length:
+            self._incomplete(event, f"has only {request.length} tokens, not {end}")
+        elif list(event.blocks) != table:
+            self._incomplete(event, f"holds blocks {table} there")
+        elif not self._early and end > request.computed:
+            self._incomplete(event, f"has computed only {request.computed} tokens, not {end}")
+        elif not self._early and request.verified[event.group] < end:
+            self._complete(group, request, event.row, len(event.blocks))
+        self.checked += 1
+
+    def _incomplete(self, event: BlocksPublished, why: str) -> None:
+        self.fail(
+            f"rows {event.row} to {event.row + len(event.blocks) - 1} of request "
+            f"{event.request} (blocks {list(event.blocks)}) became findable, "
+            f"but the request {why}",
+            group=event.group,
+            block=event.blocks[-1],
+            request=event.request,
+        )
+
+    def _complete(self, group: GroupBooks, request: RequestModel, row: int, rows: int) -> bool:
+        """Whether the rows' slots hold what the request's history says."""
+        size = self.block_size
+        table = request.tables[group.group]
+        position = self.shadows[group.group].first_mismatch(
+            request.tags, row * size, (row + rows) * size, table
+        )
+        if position is None:
+            return True
+        block = table[position // size]
+        holds = self.shadows[group.group].describe(block, position % size)
+        self.fail(
+            f"block {block} is findable as row {position // size} of request {request.id}, but "
+            f"its offset {position % size} holds {holds}",
+            group=group.group,
+            block=block,
+            request=request.id,
+        )
+        return False
+
+    def _pay(self, event: StepRetired) -> None:
+        """Blocks published early are complete once the step that owes them is retired."""
+        for group in self.books.groups:
+            for block, (request, row) in list(group.owed.items()):
+                if request.computed < (row + 1) * self.block_size and request.running:
+                    continue
+                del group.owed[block]
+                shadow = self.shadows[group.group]
+                tag = request.tags[(row + 1) * self.block_size - 1]
+                if shadow.last_tag(block) != tag:
+                    self.fail(
+                        f"block {block} is findable as row {row} of request {request.id}, but "
+                        "no step has written it",
+                        group=group.group,
+                        block=block,
+                        request=request.id,
+                    )
+                    return
+
+    def conclude(self, operation: Operation, outcome: Outcome) -> None:
+        for group in self.books.groups:
+            if group.touched_keys:
+                self._entries_agree(group)
+        if self.books.retired is not None and self.books.configuration.prefix_caching:
+            self._completed_are_findable()
+
+    def _entries_agree(self, group: GroupBooks) -> None:
+        index = self.view.index(group.group)
+        for key in group.touched_keys:
+            expected = group.blocks_of.get(key, [])
+            actual = list(index.get(key, ()))
+            if actual != expected and sorted(actual) != sorted(expected):
+                self._wrong_entry(group, key, actual, expected)
+                return
+        self.checked += 1
+
+    def _wrong_entry(
+        self, group: GroupBooks, key: bytes, actual: list[int], expected: list[int]
+    ) -> None:
+        blocks = actual or expected
+        says = f"block {blocks[0]}" if actual else "nothing"
+        self.fail(
+            f"the prefix cache finds {says} under key {key.hex()[:12]}…, but it should find "
+            f"{f'block {expected[0]}' if expected else 'nothing: its block lost that content'}",
+            group=group.group,
+            block=blocks[0],
+        )
+
+    def _completed_are_findable(self) -> None:
+        assert self.books.retired is not None
+        size = self.block_size
+        for item, request in self.books.retired.items:
+            if request.epoch != item.epoch:
+                continue
+            for group in self.books.groups:
+                for row in range(item.start // size, item.end // size):
+                    if request.tags[(row + 1) * size - 1] not in group.key_of_tag:
+                        block = request.tables[group.group][row]
+                        self.fail(
+                            f"row {row} of request {request.id} is complete in block {block}, "
+                            "but no block is findable with that content",
+                            group=group.group,
+                            block=block,
+                            request=request.id,
+                        )
+                        return
+
+    def audit(self) -> None:
+        for group in self.books.groups:
+            index = self.view.index(group.group)
+            if len(index) != len(group.blocks_of):
+                self._audit_entries(group, index)
+                continue
+            for key, expected in group.blocks_of.items():
+                actual = list(index.get(key, ()))
+                if actual != expected and sorted(actual) != sorted(expected):
+                    self._wrong_entry(group, key, actual, expected)
+                    return
+            self._audit_content(group)
+        self.checked += 1
+
+    def _audit_entries(self, group: GroupBooks, index: Mapping[bytes, object]) -> None:
+        for key in {*index, *group.blocks_of}:
+            actual = list(self.view.index(group.group).get(key, ()))
+            expected = group.blocks_of.get(key, [])
+            if sorted(actual) != sorted(expected):
+                self._wrong_entry(group, key, actual, expected)
+                return
+
+    def _audit_content(self, group: GroupBooks) -> None:
+        shadow = self.shadows[group.group]
+        for key, blocks in group.blocks_of.items():
+            tag = group.tag_of_key[key]
+            for block in blocks:
+                if block not in group.owed and shadow.last_tag(block) != tag:
+                    holds = shadow.describe(block, self.block_size - 1)
+                    self.fail(
+                        f"block {block} is findable, but its last slot holds {holds}",
+                        group=group.group,
+                        block=block,
+                    )
+                    return

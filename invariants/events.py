@@ -1,0 +1,200 @@
+"""What a subject reports about its own state changes, one typed event each.
+
+Block events carry several blocks at once where they move together, so that the cost of a long
+prompt stays small.  ``group`` is the KV cache group (layers that share one block table), ``row``
+the first logical block index in the request's table, ``blocks`` physical block ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+
+class Event(Struct, frozen=True, tag_field="event", tag=True):
+    """Base of all events."""
+
+
+class BlocksAllocated(Event, frozen=True):
+    """Blocks left the free ones and were appended to a table; their bytes are not written yet."""
+
+    group: int
+    request: int
+    row: int
+    blocks: Sequence[int]
+
+
+class BlocksReused(Event, frozen=True):
+    """A prefix hit: findable blocks were appended to the table, each with one more reference."""
+
+    group: int
+    request: int
+    row: int
+    blocks: Sequence[int]
+
+
+class BlocksShared(Event, frozen=True):
+    """A fork: the child's table starts as these blocks, each with one more reference."""
+
+    group: int
+    request: int
+    parent: int
+    blocks: Sequence[int]
+
+
+class BlockCopied(Event, frozen=True):
+    """Copy-on-write: ``target``, a free block until now, replaces ``source`` in the table.
+
+    The first ``tokens`` slots were copied; ``source`` lost this request's reference.
+    """
+
+    group: int
+    request: int
+    row: int
+    source: int
+    target: int
+    tokens: int
+
+
+class BlocksReleased(Event, frozen=True):
+    """A whole table was given back, in the order of ``blocks``; each lost one reference.
+
+    ``step`` is None for the request's present table, else the step whose fence held it.
+    """
+
+    group: int
+    request: int
+    blocks: Sequence[int]
+    step: int | None = None
+
+
+class ReleaseFenced(Event, frozen=True):
+    """The request gave up its tables, but step ``step``, in flight, still uses their blocks.
+
+    The step holds the references until it is retired.
+    """
+
+    request: int
+    step: int
+
+
+class BlocksPublished(Event, frozen=True):
+    """Blocks became findable, each under its key."""
+
+    group: int
+    request: int
+    row: int
+    blocks: Sequence[int]
+    keys: Sequence[bytes]
+
+
+class BlockEvicted(Event, frozen=True):
+    """A block's cached content became unfindable.
+
+    ``cause``: pressure (the block is about to be reused), request (an evict operation) or reset.
+    """
+
+    group: int
+    block: int
+    key: bytes
+    cause: Literal["pressure", "request", "reset"]
+
+
+class RequestAdmitted(Event, frozen=True):
+    """A request entered the running ones for the first time."""
+
+    request: int
+    input_tokens: int
+    cached_tokens: int
+
+
+class RequestResumed(Event, frozen=True):
+    """A preempted request entered the running ones again."""
+
+    request: int
+    cached_tokens: int
+
+
+class RequestGrown(Event, frozen=True):
+    """A request has ``tokens`` more tokens, with slots for them, not computed yet."""
+
+    request: int
+    tokens: int
+
+
+class RequestForked(Event, frozen=True):
+    """``child`` started with the tokens and the computed state of ``parent``."""
+
+    parent: int
+    child: int
+
+
+class RequestPreempted(Event, frozen=True):
+    """A running request lost its computed state."""
+
+    request: int
+
+
+class RequestFinished(Event, frozen=True):
+    """A running request ended as planned."""
+
+    request: int
+
+
+class RequestAborted(Event, frozen=True):
+    """A live request was cancelled."""
+
+    request: int
+
+
+class StepItem(Struct, frozen=True):
+    """One request's part of a step: compute tokens ``start`` to ``end``, attend to 0 to ``end``.
+
+    ``tables`` holds one block table per group as it was when the step was launched.  They say
+    which slots are written (positions ``start`` to ``end``) and read (0 to ``end``): position
+    ``p`` lives in block ``tables[g][p // B]`` at offset ``p % B``.  A table is append-only (a
+    copy-on-write starts a new list), so an item may refer to it without a copy.
+    """
+
+    request: int
+    epoch: int
+    """Times the request had been preempted at launch: results of an older epoch are void."""
+    start: int
+    end: int
+    tables: tuple[Sequence[int], ...]
+
+
+class StepLaunched(Event, frozen=True):
+    """A step is in flight."""
+
+    step: int
+    items: Sequence[StepItem]
+
+
+class StepRetired(Event, frozen=True):
+    """A step finished."""
+
+    step: int
+
+
+AnyEvent = (
+    BlocksAllocated
+    | BlocksReused
+    | BlocksShared
+    | BlockCopied
+    | BlocksReleased
+    | ReleaseFenced
+    | BlocksPublished
+    | BlockEvicted
+    | RequestAdmitted
+    | RequestResumed
+    | RequestGrown
+    | RequestForked
+    | RequestPreempted
+    | RequestFinished
+    | RequestAborted
+    | StepLaunched
+    | StepRetired
+)

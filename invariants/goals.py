@@ -1,0 +1,244 @@
+"""Must-hit situations: without them a pass would say little.
+
+A run that never met a goal is not a pass but *unknown*; goals marked rare may be missed by a
+short run.  Situations are recognised from operations, outcomes, events and the books alone, so
+they mean the same for every subject.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from msgspec import Struct
+
+from kvproof.invariants.books import Books
+from kvproof.invariants.events import (
+    BlockCopied,
+    BlockEvicted,
+    BlocksAllocated,
+    BlocksReleased,
+    BlocksReused,
+    Event,
+    ReleaseFenced,
+    StepLaunched,
+)
+from kvproof.invariants.operations import (
+    OPERATION_TYPES,
+    Abort,
+    Admit,
+    Finish,
+    Fork,
+    Grow,
+    Operation,
+    Preempt,
+    Reset,
+    Resume,
+)
+from kvproof.invariants.outcomes import NO_FREE_BLOCKS, Outcome, Status
+from kvproof.invariants.property import EventHandler
+
+
+class Goal(Struct, frozen=True):
+    """One situation."""
+
+    id: str
+    situation: str
+    needs: frozenset[str]
+    """Operation kinds without which it cannot come about."""
+    rare: bool = False
+
+
+def _goal(id: str, situation: str, *needs: str, rare: bool = False) -> Goal:
+    return Goal(id, situation, frozenset(needs), rare)
+
+
+GOALS: tuple[Goal, ...] = (
+    _goal("pool-empty", "no block is free", "admit"),
+    _goal("admit-refused", "an admission is refused for want of blocks", "admit"),
+    _goal("grow-refused", "a growth is refused for want of blocks", "grow"),
+    _goal("hit-in-use", "a prefix hit on a block that another request holds", "admit"),
+    _goal("hit-cached-free", "a prefix hit on a block that nobody holds", "admit", "finish"),
+    _goal("hit-cut-at-last-token", "a prompt is cached to its end: its last block is computed "
+          "again", "admit", "launch"),
+    _goal("evicted-under-pressure", "an allocation evicts cached content", "admit", "finish"),
+    _goal("block-boundary", "a request of exactly k blocks grows by a token", "grow"),
+    _goal("copied-on-write", "a shared last block is copied before it is written", "fork", "grow"),
+    _goal("copy-refused", "a growth is refused because the copy does not fit", "fork", "grow",
+          rare=True),
+    _goal("shared-block-outlives-parent", "a forked request ends before its child", "fork"),
+    _goal("chunked-prefill", "a prompt is computed in more than one step", "launch"),
+    _goal("two-steps-in-flight", "a step is launched while another is in flight", "launch"),
+    _goal("finished-in-flight", "a request finishes while a step carries it", "finish"),
+    _goal("aborted-in-flight", "a request is aborted while a step carries it", "abort"),
+    _goal("preempted-in-flight", "a request is preempted while a step carries it", "preempt"),
+    _goal("aborted-preempted", "a preempted request is aborted", "abort", "preempt"),
+    _goal("resumed-with-own-blocks", "a resumed request gets its own old blocks as a hit",
+          "preempt", "resume"),
+    _goal("resumed-while-fenced", "a request is resumed while a step still fences its old blocks",
+          "preempt", "resume", rare=True),
+    _goal("resume-refused", "a resumption is refused for want of blocks", "resume"),
+    _goal("reset-refused", "a reset is refused because blocks are in use", "reset"),
+    _goal("reset-done", "a reset empties a cache that held something", "reset", rare=True),
+    _goal("salt-separates", "the same tokens are admitted under two salts", "admit"),
+    _goal("adapter-separates", "the same tokens are admitted under two adapters", "admit"),
+    _goal("media-separates", "the same tokens are admitted with two media items", "admit",
+          rare=True),
+)
+"""All goals, by the level at which they exist."""
+
+
+class Goals:
+    """Counts how often each goal was met.  Shaped like a check, but judges nothing."""
+
+    concludes_on = OPERATION_TYPES
+    concludes_when: ClassVar[tuple[Status, ...]] = ("done", "refused")
+
+    def __init__(self, books: Books) -> None:
+        self.hits = dict.fromkeys((goal.id for goal in GOALS), 0)
+        self._books = books
+        self._seen: dict[object, tuple[int, int, object]] = {}
+        self._forked: set[int] = set()
+        self._fenced = False
+
+    def before_event(self) -> Mapping[type[Event], EventHandler]:
+        return {
+            BlocksReused: self._reused,
+            BlockEvicted: self._evicted,
+            BlockCopied: self._copied,
+            BlocksReleased: self._released,
+            ReleaseFenced: self._release_fenced,
+            StepLaunched: self._launched,
+            BlocksAllocated: self._allocated,
+        }
+
+    def _reused(self, event: BlocksReused) -> None:
+        refs = self._books.groups[event.group].refs
+        held = refs[event.blocks[0]] > 0
+        self.hits["hit-in-use" if held else "hit-cached-free"] += 1
+        if not held and refs[event.blocks[-1]] > 0:
+            self.hits["hit-in-use"] += 1
+
+    def _evicted(self, event: BlockEvicted) -> None:
+        if event.cause == "pressure":
+            self.hits["evicted-under-pressure"] += 1
+
+    def _copied(self, event: BlockCopied) -> None:
+        self.hits["copied-on-write"] += 1
+
+    def _allocated(self, event: BlocksAllocated) -> None:
+        group = self._books.groups[event.group]
+        if group.referenced + len(event.blocks) == group.usable:
+            self.hits["pool-empty"] += 1
+
+    def _released(self, event: BlocksReleased) -> None:
+        if self._forked and event.request in self._forked:
+            refs = self._books.groups[event.group].refs
+            if any(refs[block] > 1 for block in event.blocks):
+                self.hits["shared-block-outlives-parent"] += 1
+            self._forked.discard(event.request)
+
+    def _release_fenced(self, event: ReleaseFenced) -> None:
+        self._fenced = True
+
+    def _launched(self, event: StepLaunched) -> None:
+        if self._books.steps:
+            self.hits["two-steps-in-flight"] += 1
+        for item in event.items:
+            request = self._books.known.get(item.request)
+            if request is not None and item.end < len(request.tags):
+                self.hits["chunked-prefill"] += 1
+                return
+
+    def conclude(self, operation: Operation, outcome: Outcome) -> None:
+        handler = _HANDLERS.get(operation.__class__)
+        if handler is not None:
+            handler(self, operation, outcome)
+
+    def _admit(self, operation: Admit, outcome: Outcome) -> None:
+        if outcome.status == "refused":
+            self.hits["admit-refused"] += outcome.reason == NO_FREE_BLOCKS
+            return
+        length = sum(segment.length for segment in operation.prompt)
+        if outcome.cached_tokens and outcome.cached_tokens + self._books.block_size == length:
+            self._cut_at_last_token(operation)
+        identity = (operation.salt, operation.adapter, operation.media)
+        before = self._seen.get(operation.prompt)
+        if before is None:
+            if len(self._seen) > 1000:
+                self._seen.clear()
+        elif before != identity:
+            self.hits["salt-separates"] += before[0] != identity[0]
+            self.hits["adapter-separates"] += before[1] != identity[1]
+            self.hits["media-separates"] += before[2] != identity[2]
+        self._seen[operation.prompt] = identity
+
+    def _cut_at_last_token(self, operation: Admit) -> None:
+        last = self._books.tags_of(operation)[-1]
+        self.hits["hit-cut-at-last-token"] += any(
+            last in group.key_of_tag for group in self._books.groups
+        )
+
+    def _grow(self, operation: Grow, outcome: Outcome) -> None:
+        if outcome.request is None:
+            return
+        request = self._books.requests.get(outcome.request)
+        if request is None:
+            return
+        if outcome.status == "refused":
+            self.hits["grow-refused"] += 1
+            group = self._books.groups[0]
+            if group.refs[request.tables[0][-1]] > 1 and len(request.tags) % (
+                self._books.block_size
+            ):
+                self.hits["copy-refused"] += 1
+        elif (len(request.tags) - operation.tokens) % self._books.block_size == 0:
+            self.hits["block-boundary"] += 1
+
+    def _fork(self, operation: Fork, outcome: Outcome) -> None:
+        if outcome.status == "done" and outcome.request is not None:
+            self._forked.add(outcome.request)
+
+    def _finish(self, operation: Finish, outcome: Outcome) -> None:
+        self._ended_in_flight("finished-in-flight")
+
+    def _abort(self, operation: Abort, outcome: Outcome) -> None:
+        self._ended_in_flight("aborted-in-flight")
+        if self._books.ended and not self._books.ended[0].running:
+            self.hits["aborted-preempted"] += 1
+
+    def _preempt(self, operation: Preempt, outcome: Outcome) -> None:
+        self._ended_in_flight("preempted-in-flight")
+
+    def _ended_in_flight(self, goal: str) -> None:
+        if self._fenced:
+            self.hits[goal] += 1
+            self._fenced = False
+
+    def _resume(self, operation: Resume, outcome: Outcome) -> None:
+        if outcome.status == "refused":
+            self.hits["resume-refused"] += outcome.reason == NO_FREE_BLOCKS
+            return
+        self.hits["resumed-with-own-blocks"] += outcome.cached_tokens > 0
+        if any(
+            number == outcome.request for step in self._books.steps for number, _ in step.fenced
+        ):
+            self.hits["resumed-while-fenced"] += 1
+
+    def _reset(self, operation: Reset, outcome: Outcome) -> None:
+        if outcome.status == "refused":
+            self.hits["reset-refused"] += 1
+        elif outcome.count:
+            self.hits["reset-done"] += 1
+
+
+_HANDLERS = {
+    Admit: Goals._admit,
+    Grow: Goals._grow,
+    Fork: Goals._fork,
+    Finish: Goals._finish,
+    Abort: Goals._abort,
+    Preempt: Goals._preempt,
+    Resume: Goals._resume,
+    Reset: Goals._reset,
+}

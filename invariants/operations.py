@@ -1,0 +1,153 @@
+"""The operations that drive a paged KV cache: one typed union, the centre of kvproof.
+
+The same list of operations is log, corpus entry, shrink unit, reproducer and exported test.
+Operations name their target relatively: ``request=k`` is the k-th candidate *modulo their
+number*, where the candidates are the requests that the operation could apply to (running ones
+for grow, finish, fork and preempt; preempted ones for resume; all live ones for abort), in the
+order of their first admission.  So deleting one operation leaves the others meaningful, and an
+operation without a candidate is skipped and counted, never an error.
+
+Prompts are spelled as segments, not as tokens: see :mod:`kvproof.invariants.prompts`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+Count = Annotated[int, Meta(ge=1, le=1 << 40)]
+Index = Annotated[int, Meta(ge=0, le=1 << 40)]
+
+
+class Segment(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """``length`` tokens of the endless token stream number ``source``, from its start."""
+
+    source: Index
+    length: Count
+
+
+class Media(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Media item number ``item`` (an image, say), shown at tokens ``start`` to ``start+length``.
+
+    Its tokens are placeholders, the same for every item: only the item tells them apart.
+    """
+
+    item: Index
+    start: Index
+    length: Count
+
+
+class Operation(
+    Struct,
+    frozen=True,
+    tag_field="op",
+    tag=str.lower,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+):
+    """Base of all operations."""
+
+
+class Admit(Operation, frozen=True):
+    """A request arrives and asks to be admitted: prefix lookup, then blocks for its whole prompt.
+
+    ``salt``, ``adapter`` and ``media`` separate what may share prefixes (0 and ``()``: none).
+    """
+
+    prompt: Annotated[tuple[Segment, ...], Meta(min_length=1)]
+    salt: Index = 0
+    adapter: Index = 0
+    media: tuple[Media, ...] = ()
+
+
+class Grow(Operation, frozen=True):
+    """A running request gets ``tokens`` more tokens, the ones that ``choice`` samples."""
+
+    request: Index
+    tokens: Count = 1
+    choice: Index = 0
+
+
+class Finish(Operation, frozen=True):
+    """A running request ends as planned; its full blocks stay findable."""
+
+    request: Index
+
+
+class Abort(Operation, frozen=True):
+    """A live request, running or preempted, is cancelled by its client."""
+
+    request: Index
+
+
+class Fork(Operation, frozen=True):
+    """A running request, all of it computed, splits off ``samples`` children (parallel sampling).
+
+    Children share every block; the first to write into a shared block copies it.
+    """
+
+    request: Index
+    samples: Annotated[int, Meta(ge=1, le=64)] = 1
+
+
+class Evict(Operation, frozen=True):
+    """Make up to ``blocks`` cached-free blocks unfindable, in the order of the eviction policy."""
+
+    blocks: Count = 1
+
+
+class Reset(Operation, frozen=True):
+    """Empty the prefix cache; refused while any block is referenced."""
+
+
+class Preempt(Operation, frozen=True):
+    """A running request loses its blocks and is to be recomputed: its tokens are kept."""
+
+    request: Index
+
+
+class Resume(Operation, frozen=True):
+    """A preempted request asks to be admitted again, with all of its tokens as the prompt."""
+
+    request: Index
+
+
+class Launch(Operation, frozen=True):
+    """Start a step over the running requests with uncomputed tokens, oldest first.
+
+    ``budget`` bounds the tokens of the step (0: no bound).  The step is in flight until retired.
+    """
+
+    budget: Index = 0
+
+
+class Retire(Operation, frozen=True):
+    """The oldest step in flight finishes: its writes have landed, its results are applied."""
+
+
+AnyOperation = (
+    Admit | Grow | Finish | Abort | Fork | Evict | Reset | Preempt | Resume | Launch | Retire
+)
+
+OPERATION_TYPES: tuple[type[Operation], ...] = (
+    Admit,
+    Grow,
+    Finish,
+    Abort,
+    Fork,
+    Evict,
+    Reset,
+    Preempt,
+    Resume,
+    Launch,
+    Retire,
+)
+
+KINDS: tuple[str, ...] = tuple(cls.__name__.lower() for cls in OPERATION_TYPES)
+"""The names of all operation kinds, as they stand in a case's ``"op"`` fields."""
+
+
+def kind_of(operation: Operation) -> str:
+    """The operation's kind, as it stands in a case: ``"admit"``, ``"grow"``, …"""
+    return operation.__class__.__name__.lower()

@@ -1,0 +1,46 @@
+"""What a subject answers to an operation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+Status = Literal["done", "refused", "skipped"]
+
+# Reasons of refusal.  A checker predicts refusals exactly, so they are part of the vocabulary.
+NO_FREE_BLOCKS = "no_free_blocks"
+"""The blocks that the operation needs are not free."""
+NOT_COMPUTED = "not_computed"
+"""Fork of a request of which some tokens are not computed yet."""
+BLOCKS_IN_USE = "blocks_in_use"
+"""Reset of the prefix cache while a block is referenced."""
+NOTHING_TO_RUN = "nothing_to_run"
+"""Launch without a running request that has uncomputed tokens."""
+RUN_AHEAD_LIMIT = "run_ahead_limit"
+"""Launch while as many steps are in flight as the subject allows."""
+TOO_MANY_REQUESTS = "too_many_requests"
+"""Admission, resumption or fork beyond the limit of running requests."""
+LARGER_THAN_POOL = "larger_than_pool"
+"""The request could not fit an empty pool: it can never be admitted."""
+NOT_LAUNCHED = "not_launched"
+"""The subject cannot release a request whose allocated tokens were not yet part of a step."""
+
+
+class Outcome(Struct, frozen=True, omit_defaults=True):
+    """Done, refused for a reason, or skipped because there was nothing to apply it to."""
+
+    status: Status
+    reason: str | None = None
+    request: int | None = None
+    """Identity of the request that the operation was applied to, or that it created."""
+    cached_tokens: int = 0
+    """Admit and resume: prompt tokens whose KV came from the prefix cache."""
+    count: int = 0
+    """Evict: blocks evicted.  Launch: tokens scheduled.  Retire: requests in the step."""
+    children: tuple[int, ...] = ()
+    """Fork: identities of the children."""
+
+
+SKIPPED = Outcome("skipped")
+DONE = Outcome("done")

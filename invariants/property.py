@@ -1,0 +1,140 @@
+"""What a check is: a property with an id, its claims, and the hooks through which it looks.
+
+A check's module opens with a docstring of three parts, the single source of what
+``kvproof invariants ID`` prints::
+
+    '''ID: title.
+
+    Verifies: …
+
+    Does not verify: …
+    '''
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from msgspec import Struct
+
+from kvproof.invariants.books import Books
+from kvproof.invariants.events import Event
+from kvproof.invariants.operations import OPERATION_TYPES, Operation
+from kvproof.invariants.outcomes import Outcome, Status
+from kvproof.invariants.shadow import Shadow
+from kvproof.invariants.verdict import Violation
+from kvproof.invariants.view import View
+
+
+class Claim(Struct, frozen=True):
+    """One statement in the project's own words, and where it comes from."""
+
+    statement: str
+    source: str
+
+
+class Property(Struct, frozen=True):
+    """All that a user may want to know about a check."""
+
+    id: str
+    title: str
+    claims: tuple[Claim, ...]
+    verifies: str
+    does_not_verify: str
+    positive_control: str
+    """The seeded fault that this check must catch (``kvproof faults list``)."""
+
+
+EventHandler = Callable[[Any], None]
+OperationHandler = Callable[[Any, Outcome], None]
+
+
+class Check:
+    """Base of all checks.  Hooks that a check does not override cost nothing.
+
+    Order within one operation: ``expect`` (books as before the operation), then for each event
+    ``before_event`` handlers, the books, ``after_event`` handlers; then ``conclude``.
+    """
+
+    claims: ClassVar[tuple[Claim, ...]]
+    positive_control: ClassVar[str]
+    expects_of: ClassVar[tuple[type[Operation], ...]] = ()
+    """Operations whose outcomes ``expect`` looks at."""
+    concludes_on: ClassVar[tuple[type[Operation], ...]] = OPERATION_TYPES
+    """Operations after which ``conclude`` looks …"""
+    concludes_when: ClassVar[tuple[Status, ...]] = ("done", "refused", "skipped")
+    """… if they ended so."""
+
+    def __init__(
+        self,
+        books: Books,
+        shadows: list[Shadow],
+        view: View,
+        report: Callable[[Violation], None],
+    ) -> None:
+        self.books = books
+        self.shadows = shadows
+        self.view = view
+        self.semantics = books.semantics
+        self.block_size = books.block_size
+        self.checked = 0
+        """How often a claim was put to the test."""
+        self._report = report
+
+    def expect(self, operation: Operation, outcome: Outcome) -> None:
+        """Look at the outcome with the books as they were before the operation."""
+
+    def before_event(self) -> Mapping[type[Event], EventHandler]:
+        """Handlers that see an event before the books do."""
+        return {}
+
+    def after_event(self) -> Mapping[type[Event], EventHandler]:
+        """Handlers that see an event after the books did."""
+        return {}
+
+    def conclude(self, operation: Operation, outcome: Outcome) -> None:
+        """Look at what the operation touched; cost must follow that, not the pool's size."""
+
+    def audit(self) -> None:
+        """Look at everything."""
+
+    def fail(
+        self,
+        message: str,
+        *,
+        group: int = 0,
+        block: int | None = None,
+        request: int | None = None,
+    ) -> None:
+        """Report a violation of this check's property."""
+        self._report(
+            Violation(self.id(), message, group=group, block=block, request=request)
+        )
+
+    @classmethod
+    def id(cls) -> str:
+        return cls.__name__.upper()
+
+    @classmethod
+    def describe(cls) -> Property:
+        """The property, read from the module's docstring."""
+        text = inspect.getdoc(sys.modules[cls.__module__]) or ""
+        title = text.partition("\n")[0].partition(": ")[2].rstrip(".")
+        return Property(
+            cls.id(),
+            title,
+            cls.claims,
+            _part(text, "Verifies"),
+            _part(text, "Does not verify"),
+            cls.positive_control,
+        )
+
+
+def _part(text: str, name: str) -> str:
+    match = re.search(rf"^{name}: (.*?)(?=^Does not verify: |\Z)", text, re.S | re.M)
+    assert match, f"a check's docstring lacks its part {name!r}"
+    return " ".join(match[1].split())

@@ -1,0 +1,109 @@
+"""Shadow memory: the tag that every physical slot of a group holds, or poison.
+
+No tensors and no model: writes and copies are replayed from the subject's events, so it works
+for any block manager that exposes its tables.  One flat ``array("Q")`` per group is indexed by
+slot for single tokens and viewed by numpy for long ones.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvproof.invariants.tags import POISON_NAMES, UNWRITTEN, Tags
+
+_BULK = 48
+"""From this many tokens on, numpy beats slices of arrays."""
+
+
+class Shadow:
+    """The content of one group's slots; slot = block · block size + offset."""
+
+    __slots__ = ("_poison_rows", "_rows", "block_size", "content")
+
+    def __init__(self, ids: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.content: Tags[int] = array("Q", [UNWRITTEN]) * (ids * block_size)
+        self._rows = np.frombuffer(self.content, dtype=np.uint64).reshape(ids, block_size)
+        self._poison_rows = {
+            poison: array("Q", [poison]) * block_size for poison in POISON_NAMES
+        }
+
+    def write(self, tags: Tags[int], start: int, end: int, table: Sequence[int]) -> None:
+        """Positions ``start`` to ``end`` land in the slots that ``table`` names."""
+        size, content = self.block_size, self.content
+        if end - start == 1:
+            content[table[start // size] * size + start % size] = tags[start]
+            return
+        position = start
+        if end - start >= _BULK:
+            position = -(-start // size) * size  # whole rows in one assignment
+            last = end // size * size
+            if position < last:
+                rows = np.frombuffer(tags, dtype=np.uint64)[position:last].reshape(-1, size)
+                self._rows[table[position // size : last // size]] = rows
+            self._write_rows(tags, start, min(position, end), table)
+            position = max(position, last)
+        self._write_rows(tags, position, end, table)
+
+    def _write_rows(self, tags: Tags[int], start: int, end: int, table: Sequence[int]) -> None:
+        size, content = self.block_size, self.content
+        while start < end:
+            row, offset = divmod(start, size)
+            stop = min(end, (row + 1) * size)
+            slot = table[row] * size + offset
+            content[slot : slot + stop - start] = tags[start:stop]
+            start = stop
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first ``tokens`` slots of a block."""
+        size, content = self.block_size, self.content
+        content[target * size : target * size + tokens] = content[
+            source * size : source * size + tokens
+        ]
+
+    def poison(self, blocks: Sequence[int], poison: int) -> None:
+        """Nobody's bytes are in these blocks any more."""
+        size, content, row = self.block_size, self.content, self._poison_rows[poison]
+        for block in blocks:
+            content[block * size : (block + 1) * size] = row
+
+    def first_mismatch(
+        self, tags: Tags[int], start: int, end: int, table: Sequence[int]
+    ) -> int | None:
+        """The first position of ``start`` to ``end`` whose slot does not hold its tag."""
+        if end - start >= _BULK:
+            return self._first_mismatch_bulk(tags, start, end, table)
+        size, content = self.block_size, self.content
+        while start < end:
+            row, offset = divmod(start, size)
+            stop = min(end, (row + 1) * size)
+            slot = table[row] * size + offset
+            if content[slot : slot + stop - start] != tags[start:stop]:
+                return next(
+                    p for p in range(start, stop) if content[slot + p - start] != tags[p]
+                )
+            start = stop
+        return None
+
+    def _first_mismatch_bulk(
+        self, tags: Tags[int], start: int, end: int, table: Sequence[int]
+    ) -> int | None:
+        size = self.block_size
+        first_row = start // size
+        rows = self._rows[table[first_row : -(-end // size)]].reshape(-1)
+        offset = first_row * size
+        expected = np.frombuffer(tags, dtype=np.uint64)[start:end]
+        differ = np.flatnonzero(rows[start - offset : end - offset] != expected)
+        return start + int(differ[0]) if len(differ) else None
+
+    def last_tag(self, block: int) -> int:
+        """What the block's last slot holds."""
+        return self.content[(block + 1) * self.block_size - 1]
+
+    def describe(self, block: int, offset: int) -> str:
+        """What a slot holds, in words."""
+        value = self.content[block * self.block_size + offset]
+        return POISON_NAMES.get(value, "another token's KV")

@@ -1,0 +1,92 @@
+"""What is driven: the interface that an engine, or an adapter of one, offers to kvproof.
+
+A subject declares its semantics, so that a checker demands what was promised and nothing else.
+The defaults describe kvproof's own engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal, Protocol, runtime_checkable
+
+from msgspec import Meta, Struct
+
+from kvproof.invariants.events import Event
+from kvproof.invariants.operations import Operation
+from kvproof.invariants.outcomes import Outcome
+from kvproof.invariants.view import View
+
+
+class Configuration(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Size and limits of the cache under test; drawn by the drivers, part of each case."""
+
+    blocks: Annotated[int, Meta(ge=1, le=1 << 24)] = 16
+    """Usable blocks of the pool, in each group; reserved ones (a null block) come on top."""
+    block_size: Annotated[int, Meta(ge=1, le=4096)] = 4
+    """Tokens per block."""
+    requests: Annotated[int, Meta(ge=1, le=1 << 20)] = 64
+    """Running requests at most."""
+    run_ahead: Annotated[int, Meta(ge=1, le=8)] = 2
+    """Steps in flight at most."""
+    prefix_caching: bool = True
+    kv_bytes_per_token: Annotated[int, Meta(ge=1)] = 131_072
+    """Only scales the byte figures.  The default is the chapter's example: 32 layers, K and V,
+    8 KV heads of 128, two bytes an element."""
+
+
+class Semantics(Struct, frozen=True):
+    """What a subject promises (rows D01 to D35 of the systems survey)."""
+
+    groups: int = 1
+    """KV cache groups, each with tables and keys of its own."""
+    reserved: tuple[int, ...] = (0,)
+    """Block ids that no request may own: null, trash or padding blocks."""
+    publishes: Literal["after_compute", "at_allocation"] = "after_compute"
+    """When a full block becomes findable.  ``at_allocation`` is legal in an engine whose step
+    writes before it reads; there content is checked once the step that owes it is retired."""
+    duplicates: Literal["private", "indexed"] = "private"
+    """A block equal to a findable one: stays out of the index, or is indexed beside it."""
+    fences_releases: bool = True
+    """Blocks of a step in flight are not free before the step is retired."""
+    release_order: Literal["tail_first", "any"] = "tail_first"
+    """A request gives back its last block first, so that prefixes outlive their extensions."""
+    eviction_order: Literal["lru", "any"] = "lru"
+    """Cached-free blocks are evicted by the time of their release, oldest first, and only when
+    no empty-free block is left."""
+    exact_admission: bool = True
+    """An operation is refused for want of blocks exactly when they are not there."""
+    exact_hits: bool = True
+    """A prefix hit is the longest findable prefix of full blocks below the last token."""
+    chunks: bool = True
+    """A launch honours its budget, computing long prompts in chunks."""
+    exports: tuple[str, ...] = ()
+    """Names of the metrics that ``View.metrics`` exports and that the model recomputes."""
+    exports_per_request: tuple[str, ...] = ()
+    """The same for ``View.request_metrics``."""
+
+
+@runtime_checkable
+class Subject(Protocol):
+    """One fresh instance is built per case; it must be deterministic."""
+
+    name: str
+    """As on the command line: ``engine``, ``vllm:manager``."""
+    semantics: Semantics
+    configuration: Configuration
+    capabilities: frozenset[str]
+    """Operation kinds that the subject can do; others are answered with *skipped*."""
+
+    def apply(self, operation: Operation) -> Outcome:
+        """Do one operation, all of it or nothing.
+
+        Raises only when the subject itself is broken: that is reported as a finding (CRASH).
+        """
+        ...
+
+    def drain_events(self) -> Sequence[Event]:
+        """The state changes since the last call, in order."""
+        ...
+
+    def view(self) -> View:
+        """A live, read-only view; valid until the next ``apply``."""
+        ...

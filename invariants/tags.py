@@ -1,0 +1,103 @@
+"""Provenance tags: what a slot must hold, as one 64-bit number per token position.
+
+The tag of position *i* is a digest of (salt, adapter, media, tokens 0..i).  A write puts tags
+into physical slots; a read compares them with what the sequence's own history says.  Equal tags
+mean equal content, whoever wrote it, so a legal share never looks like a fault.
+
+The digest is h[i] = h[i-1]·P + mix(token[i]) modulo 2^64 with an odd P, from a root that digests
+salt and adapter.  It is linear in the mixed tokens, so a whole prompt is one numpy cumulative sum
+(P is invertible), while a sampled token costs one multiplication.  It serves kvproof's books,
+not security: tokens are not chosen by an adversary.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from functools import lru_cache
+from hashlib import blake2b
+
+import numpy as np
+
+from kvproof.invariants.operations import Media, Segment
+from kvproof.invariants.prompts import prompt_length, prompt_tokens
+
+Tags = array  # array("Q"), one tag per token position
+
+MASK = (1 << 64) - 1
+_P = 0x9E3779B97F4A7C15
+_P_INVERSE = pow(_P, -1, 1 << 64)
+_MIX = 0xD6E8FEB86659FD93
+
+# Poison: what a slot holds while nobody's bytes are in it.  No tag equals one, but by a chance of
+# one in 2^64.
+UNWRITTEN = 1
+FREED = 2
+EVICTED = 3
+POISON_NAMES = {UNWRITTEN: "never written", FREED: "freed", EVICTED: "evicted"}
+
+
+@lru_cache(maxsize=4096)
+def root_tag(salt: int, adapter: int) -> int:
+    """Where the chain of a sequence starts."""
+    return _digest(f"root {salt} {adapter}")
+
+
+@lru_cache(maxsize=4096)
+def _media_mark(item: int, offset: int) -> int:
+    return _digest(f"media {item} {offset}")
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def next_tag(tag: int, token: int) -> int:
+    """The tag of the next position, which holds ``token``."""
+    mixed = token * _MIX & MASK
+    return (tag * _P + (mixed ^ mixed >> 29)) & MASK
+
+
+def extend_tags(tags: Tags[int], tokens: Iterable[int]) -> None:
+    """Append the tags of further tokens to a sequence's non-empty tags."""
+    tag = tags[-1]
+    for token in tokens:
+        tag = next_tag(tag, token)
+        tags.append(tag)
+
+
+def prompt_tags(
+    prompt: tuple[Segment, ...], salt: int, adapter: int, media: tuple[Media, ...]
+) -> Tags[int]:
+    """Tags of a prompt's positions; the caller must copy before it extends them."""
+    if prompt_length(prompt) <= 1024:
+        return _prompt_tags_cached(prompt, salt, adapter, media)
+    return _prompt_tags(prompt, salt, adapter, media)
+
+
+def _prompt_tags(
+    prompt: tuple[Segment, ...], salt: int, adapter: int, media: tuple[Media, ...]
+) -> Tags[int]:
+    tokens = np.frombuffer(prompt_tokens(prompt, media), dtype=np.uint32).astype(np.uint64)
+    mixed = tokens * np.uint64(_MIX)
+    mixed ^= mixed >> np.uint64(29)
+    for item in media:
+        for position in range(item.start, min(item.start + item.length, len(mixed))):
+            mixed[position] ^= np.uint64(_media_mark(item.item, position - item.start))
+    powers, inverses = _powers(1 << (len(mixed) - 1).bit_length())
+    sums = np.cumsum(mixed * inverses[: len(mixed)], dtype=np.uint64)
+    hashed = (sums + np.uint64(root_tag(salt, adapter))) * powers[: len(mixed)]
+    tags: Tags[int] = array("Q")
+    tags.frombytes(hashed.tobytes())
+    return tags
+
+
+_prompt_tags_cached = lru_cache(maxsize=1024)(_prompt_tags)
+
+
+@lru_cache(maxsize=24)
+def _powers(length: int) -> tuple[np.ndarray, np.ndarray]:
+    """P^(i+1) and P^-(i+1) modulo 2^64."""
+    powers = np.cumprod(np.full(length, _P, dtype=np.uint64), dtype=np.uint64)
+    inverses = np.cumprod(np.full(length, _P_INVERSE, dtype=np.uint64), dtype=np.uint64)
+    return powers, inverses

@@ -1,0 +1,1 @@
+"""Subjects, Hypothesis machines, strategies and the pytest plugin."""

@@ -1,0 +1,1 @@
+"""Subjects: what is driven."""

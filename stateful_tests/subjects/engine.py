@@ -1,0 +1,186 @@
+"""kvproof's own engine as a subject."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from kvproof.engine.engine import Engine
+from kvproof.engine.eviction import EvictionPolicyFactory, LeastRecentlyUsed
+from kvproof.engine.metrics import (
+    REQUEST_METRICS,
+    SCHEDULER_METRICS,
+    request_metrics,
+    scheduler_metrics,
+)
+from kvproof.engine.request import Request
+from kvproof.invariants.events import Event
+from kvproof.invariants.operations import (
+    KINDS,
+    Abort,
+    Admit,
+    Evict,
+    Finish,
+    Fork,
+    Grow,
+    Launch,
+    Operation,
+    Preempt,
+    Reset,
+    Resume,
+    Retire,
+)
+from kvproof.invariants.outcomes import SKIPPED, Outcome
+from kvproof.invariants.prompts import prompt_tokens, sampled_token
+from kvproof.invariants.subject import Configuration, Semantics
+from kvproof.invariants.view import RequestState
+
+
+class EngineView:
+    """The engine's state as it is, nothing recomputed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def free_count(self, group: int) -> int:
+        return self._engine.pools[group].free_count
+
+    def ref_counts(self, group: int) -> Sequence[int]:
+        return self._engine.pools[group].ref_counts
+
+    def free_blocks(self, group: int) -> Sequence[int]:
+        return list(self._engine.pools[group].free_blocks())
+
+    def index(self, group: int) -> Mapping[bytes, Sequence[int]]:
+        return {key: (block,) for key, block in self._engine.pools[group].index.items()}
+
+    def requests(self) -> Sequence[int]:
+        return list(self._engine.requests)
+
+    def state(self, request: int) -> RequestState:
+        return "running" if self._engine.requests[request].running else "preempted"
+
+    def table(self, request: int, group: int) -> Sequence[int]:
+        return self._engine.requests[request].tables[group]
+
+    def length(self, request: int) -> int:
+        return len(self._engine.requests[request].tokens)
+
+    def computed(self, request: int) -> int:
+        return self._engine.requests[request].computed
+
+    def steps_in_flight(self) -> Sequence[int]:
+        return [step.number for step in self._engine.steps]
+
+    def metrics(self) -> Mapping[str, int]:
+        return scheduler_metrics(self._engine)
+
+    def request_metrics(self, request: int) -> Mapping[str, int]:
+        return request_metrics(self._engine.requests[request])
+
+
+class EngineSubject:
+    """Maps operations to the engine's methods; finds the k-th candidate for their targets."""
+
+    name = "engine"
+    capabilities = frozenset(KINDS)
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        *,
+        eviction: EvictionPolicyFactory = LeastRecentlyUsed,
+        engine: type[Engine] = Engine,
+    ) -> None:
+        self.configuration = configuration
+        self.engine = engine(configuration, eviction=eviction)
+        self.semantics = Semantics(
+            eviction_order="lru" if eviction is LeastRecentlyUsed else "any",
+            exports=SCHEDULER_METRICS,
+            exports_per_request=REQUEST_METRICS,
+        )
+        self._view = EngineView(self.engine)
+        self._handlers: dict[type[Operation], Callable[..., Outcome]] = {
+            Admit: self._admit,
+            Grow: self._grow,
+            Finish: self._finish,
+            Abort: self._abort,
+            Fork: self._fork,
+            Evict: self._evict,
+            Reset: self._reset,
+            Preempt: self._preempt,
+            Resume: self._resume,
+            Launch: self._launch,
+            Retire: self._retire,
+        }
+
+    def apply(self, operation: Operation) -> Outcome:
+        return self._handlers[operation.__class__](operation)
+
+    def drain_events(self) -> Sequence[Event]:
+        events = self.engine.events[:]
+        self.engine.events.clear()
+        return events
+
+    def view(self) -> EngineView:
+        return self._view
+
+    def _admit(self, operation: Admit) -> Outcome:
+        return self.engine.admit(
+            prompt_tokens(operation.prompt, operation.media),
+            salt=operation.salt,
+            adapter=operation.adapter,
+            media=operation.media,
+        )
+
+    def _grow(self, operation: Grow) -> Outcome:
+        running = self.engine.running
+        if not running:
+            return SKIPPED
+        request = running[operation.request % len(running)]
+        position, choice = len(request.tokens), operation.choice
+        tokens = [
+            sampled_token(choice, p) for p in range(position, position + operation.tokens)
+        ]
+        return self.engine.grow(request, tokens)
+
+    def _running(self, index: int) -> Request | None:
+        running = self.engine.running
+        return running[index % len(running)] if running else None
+
+    def _finish(self, operation: Finish) -> Outcome:
+        request = self._running(operation.request)
+        return self.engine.finish(request) if request else SKIPPED
+
+    def _abort(self, operation: Abort) -> Outcome:
+        live = self.engine.requests
+        if not live:
+            return SKIPPED
+        return self.engine.abort(live[sorted(live)[operation.request % len(live)]])
+
+    def _fork(self, operation: Fork) -> Outcome:
+        request = self._running(operation.request)
+        return self.engine.fork(request, operation.samples) if request else SKIPPED
+
+    def _evict(self, operation: Evict) -> Outcome:
+        return self.engine.evict(operation.blocks)
+
+    def _reset(self, operation: Reset) -> Outcome:
+        return self.engine.reset()
+
+    def _preempt(self, operation: Preempt) -> Outcome:
+        request = self._running(operation.request)
+        return self.engine.preempt(request) if request else SKIPPED
+
+    def _resume(self, operation: Resume) -> Outcome:
+        preempted = self.engine.preempted
+        if not preempted:
+            return SKIPPED
+        return self.engine.resume(preempted[operation.request % len(preempted)])
+
+    def _launch(self, operation: Launch) -> Outcome:
+        return self.engine.launch(operation.budget)
+
+    def _retire(self, operation: Retire) -> Outcome:
+        return self.engine.retire() or SKIPPED
+
+
