@@ -77,7 +77,7 @@ def blocks_to_take(
     """Blocks that a request takes from the pool to grow (seed-systems P05, S04).
 
     Those beyond the ``held_blocks`` in its table, and one more for a ``copy`` of the last block
-    (see ``copy_needed``), which nothing calls for unless a token is written.
+    (see ``copy_needed``), which is made only if a token is written.
 
     pre: 0 <= length <= new_length and block_size >= 1
     pre: length <= held_blocks * block_size

@@ -97,11 +97,12 @@ class Engine:
     ) -> Outcome:
         """Take in a request with blocks for its whole prompt, reusing the longest cached prefix.
 
+        The engine keeps ``prompt`` and will append to it.
         Refused with ``too_many_requests``, ``larger_than_pool`` or ``no_free_blocks``.
         """
         request = Request(
             self._next_request,
-            prompt[:],
+            prompt,
             groups=len(self.pools),
             block_size=self.configuration.block_size,
             salt=salt,
@@ -142,9 +143,8 @@ class Engine:
             return TOO_MANY_REQUESTS
         if any(needed > pool.usable for pool in self.pools):
             return LARGER_THAN_POOL
-        hit = self._lookup(request)
-        reused = hit // request.block_size
-        matches = [pool.match(request.keys[pool.group], reused) for pool in self.pools]
+        matches = self._lookup(request)
+        reused = len(matches[0])
         for pool, match in zip(self.pools, matches, strict=True):
             # A hit on a cached-free block takes from the free ones too (bug B145).
             if needed - reused + pool.count_unreferenced(match) > pool.free_count:
@@ -155,19 +155,22 @@ class Engine:
         for pool in self.pools:
             self._allocate(pool, request, needed - reused)
         request.running = True
-        request.computed = request.scheduled = hit
+        request.computed = request.scheduled = reused * request.block_size
         request.published = reused
         return None
 
-    def _lookup(self, request: Request) -> int:
-        """Tokens of the longest cached prefix that every group has; never the last token."""
-        if not self.configuration.prefix_caching:
-            return 0
+    def _lookup(self, request: Request) -> list[list[int]]:
+        """Per group, the blocks of the longest cached prefix; never the last token's block."""
         length, size = len(request.tokens), request.block_size
         matched = hit_tokens(length, length, size) // size
+        if not self.configuration.prefix_caching:
+            matched = 0
+        matches = []
         for pool in self.pools:
-            matched = len(pool.match(request.block_keys(pool.group, matched), matched))
-        return hit_tokens(matched, length, size)
+            matches.append(pool.match(request.block_keys(pool.group, matched), matched))
+            matched = len(matches[-1])
+        # Groups agree on the shortest hit: what one of them lost, all compute again.
+        return [match[:matched] for match in matches]
 
     def _reuse(self, pool: BlockPool, request: Request, match: list[int]) -> None:
         if match:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import sha256
 from struct import pack
 
 from kvproof.invariants.operations import Media
 
 
+@lru_cache(maxsize=4096)
 def root_key(group: int, salt: int, adapter: int) -> bytes:
     """The parent of a first block."""
     return sha256(pack("<8sQQQ", b"kv-root", group, salt, adapter)).digest()

@@ -39,7 +39,7 @@ from kvproof.invariants.operations import (
     Resume,
 )
 from kvproof.invariants.outcomes import Outcome
-from kvproof.invariants.prompts import sampled_token
+from kvproof.invariants.prompts import sampled_tokens
 from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.invariants.tags import Tags, extend_tags, prompt_tags
 
@@ -242,20 +242,19 @@ class Books:
 
     # -- operations: the naive model ----------------------------------------------------------
 
-    def begin(self) -> None:
-        """A new operation: nothing touched yet."""
-        self.retired = None
-        if self.released_fences:
-            self.released_fences = set()
-        if self.ended:
+    def begin(self, events: int) -> None:
+        """A new operation, with so many events: nothing touched yet."""
+        if self.events_seen or self.ended:  # else the last operation touched nothing
+            self.retired = None
+            self.released_fences.clear()
+            self.strays.clear()
             for request in self.ended:
                 del self.known[request.id]
-            self.ended = []
-        for group in self.groups:
-            if group.touched:
-                group.touched = []
-            if group.touched_keys:
-                group.touched_keys = []
+            self.ended.clear()
+            for group in self.groups:
+                group.touched.clear()
+                group.touched_keys.clear()
+        self.events_seen = events
 
     def apply(self, operation: Operation, outcome: Outcome) -> None:
         """What a done operation means for its request."""
@@ -288,11 +287,9 @@ class Books:
 
     def _grow(self, operation: Grow, outcome: Outcome) -> None:
         request = self._target(outcome)
-        length, choice = len(request.tags), operation.choice
-        extend_tags(
-            request.tags,
-            [sampled_token(choice, p) for p in range(length, length + operation.tokens)],
-        )
+        tags = request.tags
+        tokens = sampled_tokens(operation.choice, len(tags), operation.tokens)
+        extend_tags(tags, tags[-1], tokens)
 
     def _fork(self, operation: Fork, outcome: Outcome) -> None:
         parent = self._target(outcome)

@@ -8,6 +8,7 @@ rarer with the pool's size, so that its share of the cost stays the same, and ne
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import get_args
 
 from msgspec.structs import replace
 
@@ -26,6 +27,10 @@ AUDITED_SHARE = 20
 """An audit after one in so many operations (5 %) …"""
 AUDIT_BLOCKS = 2
 """… but for pools of more than 40 blocks, one for so many operations per ``AUDIT_BLOCKS`` blocks."""
+
+
+STATUSES: tuple[Status, ...] = get_args(Status)
+EVENT_TYPES: tuple[type[Event], ...] = get_args(AnyEvent)
 
 
 class CheckerError(Exception):
@@ -54,6 +59,11 @@ class Checker:
         shadows = [Shadow(ids, configuration.block_size) for _ in range(semantics.groups)]
         self.violations: list[Violation] = []
         self.operations = 0
+        self.audits = 0
+        self.counts: dict[type[Operation], dict[Status, int]] = {
+            kind: dict.fromkeys(STATUSES, 0) for kind in OPERATION_TYPES
+        }
+        """Operations observed, by kind and status."""
         view = subject.view()
         self.checks = [
             check(self.books, shadows, view, self.violations.append) for check in checks
@@ -61,33 +71,38 @@ class Checker:
         self.goals = Goals(self.books)
         self._interval = audit_interval(configuration.blocks) if interval is None else interval
         self._until_audit = self._interval
-        self._expect = {kind: self._expecting(kind) for kind in OPERATION_TYPES}
-        self._conclude = {
-            (kind, status): self._concluding(kind, status)
+        self._expecting = {kind: self._expectations(kind) for kind in OPERATION_TYPES}
+        self._concluding = {
+            kind: {status: self._conclusions(kind, status) for status in STATUSES}
             for kind in OPERATION_TYPES
-            for status in ("done", "refused", "skipped")
         }
-        self._on_event = {kind: self._on(kind) for kind in AnyEvent.__args__}
+        self._on_event = self._event_handlers()
 
     # -- which hooks look at what ----------------------------------------------------------------
 
-    def _expecting(self, kind: type[Operation]) -> tuple[OperationHandler, ...]:
-        return tuple(check.expect for check in self.checks if kind in check.expects_of)
+    def _expectations(self, kind: type[Operation]) -> tuple[OperationHandler, ...]:
+        handlers = (check.expecting(kind) for check in self.checks)
+        return tuple(handler for handler in handlers if handler is not None)
 
-    def _concluding(self, kind: type[Operation], status: Status) -> tuple[OperationHandler, ...]:
-        return tuple(
-            check.conclude
-            for check in (*self.checks, self.goals)
-            if type(check).conclude is not Check.conclude
-            and kind in check.concludes_on
-            and status in check.concludes_when
-        )
+    def _conclusions(self, kind: type[Operation], status: Status) -> tuple[OperationHandler, ...]:
+        handlers = [check.conclude for check in self.checks if check.concludes(kind, status)]
+        goal = self.goals.concluding(kind)
+        if goal is not None and status != "skipped":
+            handlers.append(goal)
+        return tuple(handlers)
 
-    def _on(self, kind: type[Event]) -> tuple[EventHandler, ...]:
-        before = [check.before_event().get(kind) for check in (*self.checks, self.goals)]
-        books = self.books.event_handlers.get(kind)
-        after = [check.after_event().get(kind) for check in self.checks]
-        return tuple(handler for handler in (*before, books, *after) if handler is not None)
+    def _event_handlers(self) -> dict[type[Event], tuple[EventHandler, ...]]:
+        handlers: dict[type[Event], list[EventHandler]] = {kind: [] for kind in EVENT_TYPES}
+        stages = [
+            *(check.before_event() for check in self.checks),
+            self.goals.before_event(),
+            self.books.event_handlers,
+            *(check.after_event() for check in self.checks),
+        ]
+        for stage in stages:
+            for kind, handler in stage.items():
+                handlers[kind].append(handler)
+        return {kind: tuple(handlers[kind]) for kind in EVENT_TYPES}
 
     # -- observation -------------------------------------------------------------------------------
 
@@ -99,8 +114,22 @@ class Checker:
         Raises CheckerError if the subject's reports make no sense to a checker that has not
         reported a violation.
         """
+        kind, status = operation.__class__, outcome.status
         try:
-            self._observe(operation, outcome, events)
+            self.counts[kind][status] += 1
+            self.books.begin(len(events))
+            for expect in self._expecting[kind]:
+                expect(operation, outcome)
+            if self.violations and self._lost():
+                return self._stamped(self.operations)
+            if status == "done":
+                self.books.apply(operation, outcome)
+            on_event = self._on_event
+            for event in events:
+                for handle in on_event[event.__class__]:
+                    handle(event)
+            for conclude in self._concluding[kind][status]:
+                conclude(operation, outcome)
             self._until_audit -= 1
             if self._until_audit == 0:
                 self._until_audit = self._interval
@@ -110,27 +139,11 @@ class Checker:
             if not self.violations:
                 raise CheckerError(f"at operation {self.operations}: {error!r}") from error
         self.operations += 1
-        return self._stamped() if self.violations else ()
+        return self._stamped(self.operations - 1) if self.violations else ()
 
-    def _observe(
-        self, operation: Operation, outcome: Outcome, events: Sequence[Event]
-    ) -> None:
-        books = self.books
-        books.begin()
-        books.events_seen = len(events)
-        kind = operation.__class__
-        for expect in self._expect[kind]:
-            expect(operation, outcome)
-        if self.violations and any(v.property == "LIFE" for v in self.violations):
-            return  # the outcome speaks of another request: the books cannot follow
-        if outcome.status == "done":
-            books.apply(operation, outcome)
-        on_event = self._on_event
-        for event in events:
-            for handler in on_event[event.__class__]:
-                handler(event)
-        for conclude in self._conclude[kind, outcome.status]:
-            conclude(operation, outcome)
+    def _lost(self) -> bool:
+        """Whether the outcome speaks of another request, so that the books cannot follow."""
+        return any(violation.property == "LIFE" for violation in self.violations)
 
     def audit(self) -> Sequence[Violation]:
         """Check everything now; new violations, if any."""
@@ -142,6 +155,7 @@ class Checker:
         return self._stamped(self.operations - 1) if self.violations else ()
 
     def _audit(self) -> None:
+        self.audits += 1
         before = len(self.violations)
         for check in self.checks:
             check.audit()
@@ -149,8 +163,7 @@ class Checker:
             replace(violation, by_audit=True) for violation in self.violations[before:]
         ]
 
-    def _stamped(self, op: int | None = None) -> Sequence[Violation]:
-        op = self.operations - 1 if op is None else op
+    def _stamped(self, op: int) -> Sequence[Violation]:
         self.violations[:] = [
             violation if violation.op >= 0 else replace(violation, op=op)
             for violation in self.violations
@@ -159,4 +172,12 @@ class Checker:
 
     def checked(self) -> dict[str, int]:
         """How often each property was put to the test."""
-        return {check.id(): check.checked for check in self.checks}
+        return {check.id(): self._checked(check) for check in self.checks}
+
+    def _checked(self, check: Check) -> int:
+        total = check.checked + (self.audits if type(check).audit is not Check.audit else 0)
+        for kind, statuses in self.counts.items():
+            expected = check.expecting(kind) is not None
+            for status, count in statuses.items():
+                total += count * (expected or check.concludes(kind, status))
+        return total

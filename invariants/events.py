@@ -13,11 +13,11 @@ from typing import Literal
 from msgspec import Struct
 
 
-class Event(Struct, frozen=True, tag_field="event", tag=True):
+class Event(Struct, frozen=True, gc=False, tag_field="event", tag=True):
     """Base of all events."""
 
 
-class BlocksAllocated(Event, frozen=True):
+class BlocksAllocated(Event, frozen=True, gc=False):
     """Blocks left the free ones and were appended to a table; their bytes are not written yet."""
 
     group: int
@@ -26,7 +26,7 @@ class BlocksAllocated(Event, frozen=True):
     blocks: Sequence[int]
 
 
-class BlocksReused(Event, frozen=True):
+class BlocksReused(Event, frozen=True, gc=False):
     """A prefix hit: findable blocks were appended to the table, each with one more reference."""
 
     group: int
@@ -35,7 +35,7 @@ class BlocksReused(Event, frozen=True):
     blocks: Sequence[int]
 
 
-class BlocksShared(Event, frozen=True):
+class BlocksShared(Event, frozen=True, gc=False):
     """A fork: the child's table starts as these blocks, each with one more reference."""
 
     group: int
@@ -44,7 +44,7 @@ class BlocksShared(Event, frozen=True):
     blocks: Sequence[int]
 
 
-class BlockCopied(Event, frozen=True):
+class BlockCopied(Event, frozen=True, gc=False):
     """Copy-on-write: ``target``, a free block until now, replaces ``source`` in the table.
 
     The first ``tokens`` slots were copied; ``source`` lost this request's reference.
@@ -58,7 +58,7 @@ class BlockCopied(Event, frozen=True):
     tokens: int
 
 
-class BlocksReleased(Event, frozen=True):
+class BlocksReleased(Event, frozen=True, gc=False):
     """A whole table was given back, in the order of ``blocks``; each lost one reference.
 
     ``step`` is None for the request's present table, else the step whose fence held it.
@@ -70,7 +70,7 @@ class BlocksReleased(Event, frozen=True):
     step: int | None = None
 
 
-class ReleaseFenced(Event, frozen=True):
+class ReleaseFenced(Event, frozen=True, gc=False):
     """The request gave up its tables, but step ``step``, in flight, still uses their blocks.
 
     The step holds the references until it is retired.
@@ -80,7 +80,7 @@ class ReleaseFenced(Event, frozen=True):
     step: int
 
 
-class BlocksPublished(Event, frozen=True):
+class BlocksPublished(Event, frozen=True, gc=False):
     """Blocks became findable, each under its key."""
 
     group: int
@@ -90,7 +90,7 @@ class BlocksPublished(Event, frozen=True):
     keys: Sequence[bytes]
 
 
-class BlockEvicted(Event, frozen=True):
+class BlockEvicted(Event, frozen=True, gc=False):
     """A block's cached content became unfindable.
 
     ``cause``: pressure (the block is about to be reused), request (an evict operation) or reset.
@@ -102,7 +102,7 @@ class BlockEvicted(Event, frozen=True):
     cause: Literal["pressure", "request", "reset"]
 
 
-class RequestAdmitted(Event, frozen=True):
+class RequestAdmitted(Event, frozen=True, gc=False):
     """A request entered the running ones for the first time."""
 
     request: int
@@ -110,46 +110,46 @@ class RequestAdmitted(Event, frozen=True):
     cached_tokens: int
 
 
-class RequestResumed(Event, frozen=True):
+class RequestResumed(Event, frozen=True, gc=False):
     """A preempted request entered the running ones again."""
 
     request: int
     cached_tokens: int
 
 
-class RequestGrown(Event, frozen=True):
+class RequestGrown(Event, frozen=True, gc=False):
     """A request has ``tokens`` more tokens, with slots for them, not computed yet."""
 
     request: int
     tokens: int
 
 
-class RequestForked(Event, frozen=True):
+class RequestForked(Event, frozen=True, gc=False):
     """``child`` started with the tokens and the computed state of ``parent``."""
 
     parent: int
     child: int
 
 
-class RequestPreempted(Event, frozen=True):
+class RequestPreempted(Event, frozen=True, gc=False):
     """A running request lost its computed state."""
 
     request: int
 
 
-class RequestFinished(Event, frozen=True):
+class RequestFinished(Event, frozen=True, gc=False):
     """A running request ended as planned."""
 
     request: int
 
 
-class RequestAborted(Event, frozen=True):
+class RequestAborted(Event, frozen=True, gc=False):
     """A live request was cancelled."""
 
     request: int
 
 
-class StepItem(Struct, frozen=True):
+class StepItem(Struct, frozen=True, gc=False):
     """One request's part of a step: compute tokens ``start`` to ``end``, attend to 0 to ``end``.
 
     ``tables`` holds one block table per group as it was when the step was launched.  They say
@@ -166,14 +166,14 @@ class StepItem(Struct, frozen=True):
     tables: tuple[Sequence[int], ...]
 
 
-class StepLaunched(Event, frozen=True):
+class StepLaunched(Event, frozen=True, gc=False):
     """A step is in flight."""
 
     step: int
     items: Sequence[StepItem]
 
 
-class StepRetired(Event, frozen=True):
+class StepRetired(Event, frozen=True, gc=False):
     """A step finished."""
 
     step: int

@@ -8,8 +8,6 @@ they mean the same for every subject.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
-
 from msgspec import Struct
 
 from kvproof.invariants.books import Books
@@ -24,7 +22,6 @@ from kvproof.invariants.events import (
     StepLaunched,
 )
 from kvproof.invariants.operations import (
-    OPERATION_TYPES,
     Abort,
     Admit,
     Finish,
@@ -35,8 +32,8 @@ from kvproof.invariants.operations import (
     Reset,
     Resume,
 )
-from kvproof.invariants.outcomes import NO_FREE_BLOCKS, Outcome, Status
-from kvproof.invariants.property import EventHandler
+from kvproof.invariants.outcomes import NO_FREE_BLOCKS, Outcome
+from kvproof.invariants.property import EventHandler, OperationHandler
 
 
 class Goal(Struct, frozen=True):
@@ -90,9 +87,6 @@ GOALS: tuple[Goal, ...] = (
 
 class Goals:
     """Counts how often each goal was met.  Shaped like a check, but judges nothing."""
-
-    concludes_on = OPERATION_TYPES
-    concludes_when: ClassVar[tuple[Status, ...]] = ("done", "refused")
 
     def __init__(self, books: Books) -> None:
         self.hits = dict.fromkeys((goal.id for goal in GOALS), 0)
@@ -150,10 +144,18 @@ class Goals:
                 self.hits["chunked-prefill"] += 1
                 return
 
-    def conclude(self, operation: Operation, outcome: Outcome) -> None:
-        handler = _HANDLERS.get(operation.__class__)
-        if handler is not None:
-            handler(self, operation, outcome)
+    def concluding(self, kind: type[Operation]) -> OperationHandler | None:
+        """What looks at operations of this kind, done or refused."""
+        return {
+            Admit: self._admit,
+            Grow: self._grow,
+            Fork: self._fork,
+            Finish: self._finish,
+            Abort: self._abort,
+            Preempt: self._preempt,
+            Resume: self._resume,
+            Reset: self._reset,
+        }.get(kind)
 
     def _admit(self, operation: Admit, outcome: Outcome) -> None:
         if outcome.status == "refused":
@@ -230,15 +232,3 @@ class Goals:
             self.hits["reset-refused"] += 1
         elif outcome.count:
             self.hits["reset-done"] += 1
-
-
-_HANDLERS = {
-    Admit: Goals._admit,
-    Grow: Goals._grow,
-    Fork: Goals._fork,
-    Finish: Goals._finish,
-    Abort: Goals._abort,
-    Preempt: Goals._preempt,
-    Resume: Goals._resume,
-    Reset: Goals._reset,
-}

@@ -20,14 +20,14 @@ Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 Index = Annotated[int, Meta(ge=0, le=1 << 40)]
 
 
-class Segment(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Segment(Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """``length`` tokens of the endless token stream number ``source``, from its start."""
 
     source: Index
     length: Count
 
 
-class Media(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Media(Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """Media item number ``item`` (an image, say), shown at tokens ``start`` to ``start+length``.
 
     Its tokens are placeholders, the same for every item: only the item tells them apart.
@@ -41,6 +41,7 @@ class Media(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 class Operation(
     Struct,
     frozen=True,
+    gc=False,
     tag_field="op",
     tag=str.lower,
     omit_defaults=True,
@@ -49,7 +50,7 @@ class Operation(
     """Base of all operations."""
 
 
-class Admit(Operation, frozen=True):
+class Admit(Operation, frozen=True, gc=False):
     """A request arrives and asks to be admitted: prefix lookup, then blocks for its whole prompt.
 
     ``salt``, ``adapter`` and ``media`` separate what may share prefixes (0 and ``()``: none).
@@ -61,7 +62,7 @@ class Admit(Operation, frozen=True):
     media: tuple[Media, ...] = ()
 
 
-class Grow(Operation, frozen=True):
+class Grow(Operation, frozen=True, gc=False):
     """A running request gets ``tokens`` more tokens, the ones that ``choice`` samples."""
 
     request: Index
@@ -69,19 +70,19 @@ class Grow(Operation, frozen=True):
     choice: Index = 0
 
 
-class Finish(Operation, frozen=True):
+class Finish(Operation, frozen=True, gc=False):
     """A running request ends as planned; its full blocks stay findable."""
 
     request: Index
 
 
-class Abort(Operation, frozen=True):
+class Abort(Operation, frozen=True, gc=False):
     """A live request, running or preempted, is cancelled by its client."""
 
     request: Index
 
 
-class Fork(Operation, frozen=True):
+class Fork(Operation, frozen=True, gc=False):
     """A running request, all of it computed, splits off ``samples`` children (parallel sampling).
 
     Children share every block; the first to write into a shared block copies it.
@@ -91,29 +92,29 @@ class Fork(Operation, frozen=True):
     samples: Annotated[int, Meta(ge=1, le=64)] = 1
 
 
-class Evict(Operation, frozen=True):
+class Evict(Operation, frozen=True, gc=False):
     """Make up to ``blocks`` cached-free blocks unfindable, in the order of the eviction policy."""
 
     blocks: Count = 1
 
 
-class Reset(Operation, frozen=True):
+class Reset(Operation, frozen=True, gc=False):
     """Empty the prefix cache; refused while any block is referenced."""
 
 
-class Preempt(Operation, frozen=True):
+class Preempt(Operation, frozen=True, gc=False):
     """A running request loses its blocks and is to be recomputed: its tokens are kept."""
 
     request: Index
 
 
-class Resume(Operation, frozen=True):
+class Resume(Operation, frozen=True, gc=False):
     """A preempted request asks to be admitted again, with all of its tokens as the prompt."""
 
     request: Index
 
 
-class Launch(Operation, frozen=True):
+class Launch(Operation, frozen=True, gc=False):
     """Start a step over the running requests with uncomputed tokens, oldest first.
 
     ``budget`` bounds the tokens of the step (0: no bound).  The step is in flight until retired.
@@ -122,7 +123,7 @@ class Launch(Operation, frozen=True):
     budget: Index = 0
 
 
-class Retire(Operation, frozen=True):
+class Retire(Operation, frozen=True, gc=False):
     """The oldest step in flight finishes: its writes have landed, its results are applied."""
 
 

@@ -27,7 +27,7 @@ NOT_LAUNCHED = "not_launched"
 """The subject cannot release a request whose allocated tokens were not yet part of a step."""
 
 
-class Outcome(Struct, frozen=True, omit_defaults=True):
+class Outcome(Struct, frozen=True, gc=False, omit_defaults=True):
     """Done, refused for a reason, or skipped because there was nothing to apply it to."""
 
     status: Status

@@ -56,14 +56,12 @@ OperationHandler = Callable[[Any, Outcome], None]
 class Check:
     """Base of all checks.  Hooks that a check does not override cost nothing.
 
-    Order within one operation: ``expect`` (books as before the operation), then for each event
-    ``before_event`` handlers, the books, ``after_event`` handlers; then ``conclude``.
+    Order within one operation: ``expecting`` handlers (books as before the operation), then for
+    each event ``before_event`` handlers, the books, ``after_event`` handlers; then ``conclude``.
     """
 
     claims: ClassVar[tuple[Claim, ...]]
     positive_control: ClassVar[str]
-    expects_of: ClassVar[tuple[type[Operation], ...]] = ()
-    """Operations whose outcomes ``expect`` looks at."""
     concludes_on: ClassVar[tuple[type[Operation], ...]] = OPERATION_TYPES
     """Operations after which ``conclude`` looks …"""
     concludes_when: ClassVar[tuple[Status, ...]] = ("done", "refused", "skipped")
@@ -79,14 +77,16 @@ class Check:
         self.books = books
         self.shadows = shadows
         self.view = view
+        self.groups = books.groups
         self.semantics = books.semantics
         self.block_size = books.block_size
         self.checked = 0
-        """How often a claim was put to the test."""
+        """How often the check looked at an event; the checker adds operations and audits."""
         self._report = report
 
-    def expect(self, operation: Operation, outcome: Outcome) -> None:
-        """Look at the outcome with the books as they were before the operation."""
+    def expecting(self, kind: type[Operation]) -> OperationHandler | None:
+        """What looks at outcomes of this kind, with the books as before the operation."""
+        return None
 
     def before_event(self) -> Mapping[type[Event], EventHandler]:
         """Handlers that see an event before the books do."""
@@ -113,6 +113,14 @@ class Check:
         """Report a violation of this check's property."""
         self._report(
             Violation(self.id(), message, group=group, block=block, request=request)
+        )
+
+    def concludes(self, kind: type[Operation], status: Status) -> bool:
+        """Whether ``conclude`` has anything to say about such an operation."""
+        return (
+            type(self).conclude is not Check.conclude
+            and kind in self.concludes_on
+            and status in self.concludes_when
         )
 
     @classmethod

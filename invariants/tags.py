@@ -20,7 +20,7 @@ from hashlib import blake2b
 import numpy as np
 
 from kvproof.invariants.operations import Media, Segment
-from kvproof.invariants.prompts import prompt_length, prompt_tokens
+from kvproof.invariants.prompts import prompt_tokens
 
 Tags = array  # array("Q"), one tag per token position
 
@@ -28,6 +28,9 @@ MASK = (1 << 64) - 1
 _P = 0x9E3779B97F4A7C15
 _P_INVERSE = pow(_P, -1, 1 << 64)
 _MIX = 0xD6E8FEB86659FD93
+
+_STEM = 544
+"""Prompts up to about this length are cut from remembered tags, and continued in Python."""
 
 # Poison: what a slot holds while nobody's bytes are in it.  No tag equals one, but by a chance of
 # one in 2^64.
@@ -52,30 +55,37 @@ def _digest(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def next_tag(tag: int, token: int) -> int:
-    """The tag of the next position, which holds ``token``."""
-    mixed = token * _MIX & MASK
-    return (tag * _P + (mixed ^ mixed >> 29)) & MASK
-
-
-def extend_tags(tags: Tags[int], tokens: Iterable[int]) -> None:
-    """Append the tags of further tokens to a sequence's non-empty tags."""
-    tag = tags[-1]
+def extend_tags(tags: Tags[int], last: int, tokens: Iterable[int]) -> None:
+    """Append the tags of further tokens after a position (or root) with tag ``last``."""
     for token in tokens:
-        tag = next_tag(tag, token)
-        tags.append(tag)
+        mixed = token * _MIX & MASK
+        last = (last * _P + (mixed ^ mixed >> 29)) & MASK
+        tags.append(last)
 
 
 def prompt_tags(
     prompt: tuple[Segment, ...], salt: int, adapter: int, media: tuple[Media, ...]
 ) -> Tags[int]:
-    """Tags of a prompt's positions; the caller must copy before it extends them."""
-    if prompt_length(prompt) <= 1024:
-        return _prompt_tags_cached(prompt, salt, adapter, media)
-    return _prompt_tags(prompt, salt, adapter, media)
+    """Tags of a prompt's positions; the caller must copy before it changes them."""
+    stem = prompt[0]
+    if stem.length > _STEM or media:
+        return _bulk_tags(prompt, salt, adapter, media)
+    tags: Tags[int] = _stem_tags(salt, adapter, stem.source)[: stem.length]
+    for i, segment in enumerate(prompt[1:], start=2):
+        if segment.length > _STEM:
+            return _bulk_tags(prompt, salt, adapter, media)
+        tokens = prompt_tokens(prompt[i - 1 : i])
+        extend_tags(tags, tags[-1], tokens)
+    return tags
 
 
-def _prompt_tags(
+@lru_cache(maxsize=512)
+def _stem_tags(salt: int, adapter: int, source: int) -> Tags[int]:
+    """Tags of the first positions of a prompt that starts with stream ``source``."""
+    return _bulk_tags((Segment(source, _STEM),), salt, adapter, ())
+
+
+def _bulk_tags(
     prompt: tuple[Segment, ...], salt: int, adapter: int, media: tuple[Media, ...]
 ) -> Tags[int]:
     tokens = np.frombuffer(prompt_tokens(prompt, media), dtype=np.uint32).astype(np.uint64)
@@ -90,9 +100,6 @@ def _prompt_tags(
     tags: Tags[int] = array("Q")
     tags.frombytes(hashed.tobytes())
     return tags
-
-
-_prompt_tags_cached = lru_cache(maxsize=1024)(_prompt_tags)
 
 
 @lru_cache(maxsize=24)

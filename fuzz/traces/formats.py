@@ -114,7 +114,10 @@ def read_trace(path: str | Path) -> list[TraceRequest]:
     except _MalformedError as error:
         raise TraceError(f"{path}:{number}: {error}") from None
     start_us = arrivals[0].time_us
-    return [TraceRequest((time - start_us) / _US_PER_S, *rest) for time, *rest in arrivals]
+    return [
+        TraceRequest((time_us - start_us) / _US_PER_S, prompt, prompt_tokens, output_tokens)
+        for time_us, prompt, prompt_tokens, output_tokens in arrivals
+    ]
 
 
 def _read_lines(path: str | Path) -> list[bytes]:

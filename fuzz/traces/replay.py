@@ -10,7 +10,8 @@ caller hands in ``perform``, which applies an operation and may check what it di
    a request may have to preempt itself (survey rows K08, K12, K14);
 4. unless somebody was preempted (row K15), preempted requests are resumed, then waiting ones
    admitted, in the order of arrival, up to the first refusal.  The first in line is tried again
-   once a running request has given back blocks, and only if the free ones may be enough by then;
+   once a running request has given back blocks, and (but for samples) only if the free ones may
+   be enough by then;
 5. one step is launched within the token budget and retired, and the clock moves by its cost.
 
 Since the latest admitted is the first preempted and the first to come back, the running requests
@@ -69,6 +70,10 @@ FINAL_LENGTH_EXCEEDS_POOL = "final_length_exceeds_pool"
 
 DEFAULT_BUDGET_TOKENS = 8192
 DEFAULT_SAMPLE_STEPS = 16
+
+VAIN_ATTEMPT_INTERVAL = 32
+"""Of the admissions, and of the resumptions, that are bound to be refused, one in so many is
+attempted, the first one always."""
 
 _CHOICES = 16
 """Requests sample with this many different choices, so that equal prompts continue differently."""
@@ -146,8 +151,10 @@ class Replay:
 
         ``budget_tokens`` bounds the tokens of a step, and with them the running requests.
         Block figures are read from the subject every ``sample_steps`` steps, and whenever it is
-        out of blocks.
+        out of blocks.  Raises ``ValueError`` if one of these two is not positive.
         """
+        if budget_tokens < 1 or sample_steps < 1:
+            raise ValueError("budget_tokens and sample_steps must be positive")
         self.finished = 0
         self.steps = 0
         self.rejections: Counter[str] = Counter()
@@ -169,6 +176,8 @@ class Replay:
         self._preempted: deque[_Sequence] = deque()
         self._blocked = False
         """The first in line cannot be admitted before a block is given back."""
+        self._vain: Counter[str] = Counter()
+        """Hopeless attempts so far, by kind; most of them were not made."""
         self._running: list[_Sequence] = []
         self._decoding = 0
         """This many of the running ones, from the first, are computed to their end."""
@@ -283,9 +292,7 @@ class Replay:
                 break
             outcome = self._perform(self._grows[index])
         self._round += 1
-        self._next_last_round = min(
-            (s.last_round for s in self._running[: self._decoding]), default=_NEVER
-        )
+        self._list_grows()
 
     def _preempt_latest(self, refusal: Outcome) -> None:
         if refusal.reason != NO_FREE_BLOCKS:
@@ -319,8 +326,7 @@ class Replay:
                 length = self._trace[number].prompt_tokens
             else:
                 break
-            # With nothing running there is no excuse: the subject must say no itself.
-            if self._running and self._is_hopeless(number, length):
+            if self._is_hopeless(number, length) and not self._asks_in_vain():
                 self._blocked = True
             elif self._preempted:
                 self._resume_first()
@@ -342,6 +348,14 @@ class Replay:
         shared = shared_tokens // self._subject.configuration.block_size
         needed = self._blocks_for(length) - shared
         return needed > min(map(self._subject.view().free_count, range(self._groups)))
+
+    def _asks_in_vain(self) -> bool:
+        """Whether to ask the subject all the same: refusals are to be checked, too."""
+        if not self._running:
+            return True  # no excuse for waiting: the subject must say no itself
+        kind = "resume" if self._preempted else "admit"
+        self._vain[kind] += 1
+        return self._vain[kind] % VAIN_ATTEMPT_INTERVAL == 1
 
     def _resume_first(self) -> None:
         outcome = self._perform(_RESUME_FIRST)
@@ -402,6 +416,8 @@ class Replay:
         """Launch and retire one step, and let its time pass."""
         decoding, live = self._decoding, self._computed_tokens
         self._record_levels()
+        if self.steps % self._sample_steps == 0:
+            self._sample_blocks()
         chunks, prefill_tokens, idle_tokens = 0, 0, 0
         if decoding < len(self._running):
             chunks, prefill_tokens, idle_tokens = self._schedule_prefills()
@@ -418,8 +434,6 @@ class Replay:
         self._batch_sequences.append(decoding + chunks)
         self._batch_tokens.append(tokens)
         self.steps += 1
-        if self.steps % self._sample_steps == 0:
-            self._sample_blocks()
 
     def _schedule_prefills(self) -> tuple[int, int, int]:
         """Spend what decoding leaves of the budget on prefills, oldest first.

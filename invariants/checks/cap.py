@@ -11,10 +11,7 @@ subjects that declare inexact admission.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from kvproof.invariants.books import RequestModel
+from kvproof.invariants.books import GroupBooks, RequestModel
 from kvproof.invariants.operations import (
     Admit,
     Evict,
@@ -36,12 +33,8 @@ from kvproof.invariants.outcomes import (
     TOO_MANY_REQUESTS,
     Outcome,
 )
-from kvproof.invariants.property import Check, Claim
+from kvproof.invariants.property import Check, Claim, OperationHandler
 from kvproof.invariants.tags import Tags
-
-Prediction = tuple[str | None, int]
-"""Reason of refusal, or None; and the figure to expect: cached tokens, or a count."""
-
 
 class Cap(Check):
     """Exact capacity."""
@@ -72,13 +65,11 @@ class Cap(Check):
         Claim("A request that can never fit is refused as such.", "bug B134; survey K17"),
     )
     positive_control = "admission-counts-free-hits-twice"
-    expects_of = (Admit, Resume, Grow, Fork, Launch, Evict, Reset, Retire)
     concludes_on = (Admit, Resume, Grow, Fork)
     concludes_when = ("done",)
 
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)  # type: ignore[arg-type]
-        self._predictors: dict[type[Operation], Callable[[Any, Outcome], Prediction | None]] = {
+    def expecting(self, kind: type[Operation]) -> OperationHandler | None:
+        return {
             Admit: self._admit,
             Resume: self._resume,
             Grow: self._grow,
@@ -87,16 +78,12 @@ class Cap(Check):
             Evict: self._evict,
             Reset: self._reset,
             Retire: self._retire,
-        }
+        }.get(kind)
 
-    def expect(self, operation: Operation, outcome: Outcome) -> None:
-        if outcome.status == "skipped":
-            return  # LIFE knows whether there was a candidate
-        prediction = self._predictors[operation.__class__](operation, outcome)
-        if prediction is None:
-            return
-        self.checked += 1
-        reason, figure = prediction
+    def _judge(
+        self, operation: Operation, outcome: Outcome, reason: str | None, figure: int = 0
+    ) -> None:
+        """Compare the answer with the prediction: why refused, or which figure."""
         if outcome.reason != reason:
             self._wrong_answer(operation, outcome, reason)
         elif reason is None:
@@ -131,124 +118,137 @@ class Cap(Check):
         )
 
     # -- predictions, from the books as they were before the operation ---------------------------
+    #
+    # A skipped operation is passed over: LIFE knows whether there was a candidate.
 
-    def _admit(self, operation: Admit, outcome: Outcome) -> Prediction | None:
-        return self._admission(self.books.tags_of(operation))
+    def _admit(self, operation: Admit, outcome: Outcome) -> None:
+        self._admission(operation, outcome, self.books.tags_of(operation))
 
-    def _resume(self, operation: Resume, outcome: Outcome) -> Prediction | None:
-        request = self._target(outcome)
-        return self._admission(request.tags) if request else None
+    def _resume(self, operation: Resume, outcome: Outcome) -> None:
+        request = self._known(outcome.request)
+        if request is not None:
+            self._admission(operation, outcome, request.tags)
 
-    def _admission(self, tags: Tags[int]) -> Prediction | None:
+    def _admission(self, operation: Operation, outcome: Outcome, tags: Tags[int]) -> None:
         books, size, length = self.books, self.block_size, len(tags)
         books.predicted_hits = []
-        if not self.semantics.exact_admission:
-            return None
         needed = (length + size - 1) // size
+        if not self.semantics.exact_admission:
+            return
         if len(books.running) >= books.configuration.requests:
-            return TOO_MANY_REQUESTS, 0
-        if any(needed > group.usable for group in books.groups):
-            return LARGER_THAN_POOL, 0
-        hits = self._longest_hit(tags)
-        for group in books.groups:
-            refs = group.refs
-            blocks = [
-                group.blocks_of[group.key_of_tag[tags[(row + 1) * size - 1]]]
-                for row in range(hits)
-            ]
-            books.predicted_hits.append((group.group, [held[0] for held in blocks]))
-            # Which of several equal blocks is reused is the subject's choice.
-            revived = sum(1 for held in blocks if all(refs[block] == 0 for block in held))
-            if needed - hits + revived > group.usable - group.referenced:
-                return NO_FREE_BLOCKS, 0
-        return None, hits * size
+            self._judge(operation, outcome, TOO_MANY_REQUESTS)
+        elif needed > books.configuration.blocks:
+            self._judge(operation, outcome, LARGER_THAN_POOL)
+        else:
+            hits = self._longest_hit(tags)
+            fits = all([self._fits(group, tags, needed, hits) for group in self.groups])
+            self._judge(operation, outcome, None if fits else NO_FREE_BLOCKS, hits * size)
 
     def _longest_hit(self, tags: Tags[int]) -> int:
         """Rows of the longest prefix that is findable in every group, below the last token."""
         size = self.block_size
         limit = (len(tags) - 1) // size if self.books.configuration.prefix_caching else 0
-        for group in self.books.groups:
+        for group in self.groups:
             known = group.key_of_tag
             if not known:
                 return 0
-            for row in range(limit):
-                if tags[(row + 1) * size - 1] not in known:
+            for row, tag in enumerate(tags[size - 1 : limit * size : size]):
+                if tag not in known:
                     limit = row
                     break
         return limit
 
-    def _grow(self, operation: Grow, outcome: Outcome) -> Prediction | None:
-        request = self._target(outcome)
+    def _fits(self, group: GroupBooks, tags: Tags[int], needed: int, hits: int) -> bool:
+        """Whether the new blocks are free beside the hits that come out of the free ones."""
+        taken = needed - hits
+        if hits:
+            size, refs = self.block_size, group.refs
+            blocks_of, key_of_tag = group.blocks_of, group.key_of_tag
+            # Which of several equal blocks is reused is the subject's choice.
+            blocks = [blocks_of[key_of_tag[t]] for t in tags[size - 1 : hits * size : size]]
+            self.books.predicted_hits.append((group.group, [equal[0] for equal in blocks]))
+            taken += sum([not any([refs[b] for b in equal]) for equal in blocks])
+        return taken <= group.usable - group.referenced
+
+    def _grow(self, operation: Grow, outcome: Outcome) -> None:
+        request = self._known(outcome.request)
         if request is None or not self.semantics.exact_admission:
-            return None
+            return
         size, length = self.block_size, len(request.tags)
         needed = (length + operation.tokens + size - 1) // size
-        for group in self.books.groups:
+        reason = None
+        for group in self.groups:
             table = request.tables[group.group]
             take = needed - len(table)
             if length % size and table and group.refs[table[-1]] > 1:
                 take += 1  # copy-on-write
             if take > group.usable - group.referenced:
-                return NO_FREE_BLOCKS, 0
-        return None, 0
+                reason = NO_FREE_BLOCKS
+        if outcome.reason != reason:
+            self._wrong_answer(operation, outcome, reason)
 
-    def _fork(self, operation: Fork, outcome: Outcome) -> Prediction | None:
-        request = self._target(outcome)
+    def _fork(self, operation: Fork, outcome: Outcome) -> None:
+        request = self._known(outcome.request)
         if request is None:
-            return None
+            return
+        reason = None
         if request.computed < request.length:
-            return NOT_COMPUTED, 0
-        if len(self.books.running) + operation.samples > self.books.configuration.requests:
-            return TOO_MANY_REQUESTS, 0
-        return None, 0
+            reason = NOT_COMPUTED
+        elif len(self.books.running) + operation.samples > self.books.configuration.requests:
+            reason = TOO_MANY_REQUESTS
+        self._judge(operation, outcome, reason)
 
-    def _launch(self, operation: Launch, outcome: Outcome) -> Prediction | None:
+    def _launch(self, operation: Launch, outcome: Outcome) -> None:
         books = self.books
         if len(books.steps) >= books.configuration.run_ahead:
-            return RUN_AHEAD_LIMIT, 0
-        pending = 0
-        for request in books.running:
-            pending += len(request.tags) - request.scheduled
+            self._judge(operation, outcome, RUN_AHEAD_LIMIT)
+            return
+        pending = sum([len(request.tags) - request.scheduled for request in books.running])
         if pending == 0:
-            return NOTHING_TO_RUN, 0
+            self._judge(operation, outcome, NOTHING_TO_RUN)
+            return
         if operation.budget and self.semantics.chunks:
             pending = min(pending, operation.budget)
-        return None, pending
+        self._judge(operation, outcome, None, pending)
 
-    def _evict(self, operation: Evict, outcome: Outcome) -> Prediction | None:
-        if not self.semantics.exact_admission:
-            return None
-        return None, sum(min(operation.blocks, len(g.cached_free)) for g in self.books.groups)
+    def _evict(self, operation: Evict, outcome: Outcome) -> None:
+        if self.semantics.exact_admission:
+            cached = [len(group.cached_free) for group in self.groups]
+            figure = sum([min(operation.blocks, free) for free in cached])
+            self._judge(operation, outcome, None, figure)
 
-    def _reset(self, operation: Reset, outcome: Outcome) -> Prediction | None:
-        if any(group.referenced for group in self.books.groups):
-            return BLOCKS_IN_USE, 0
-        return None, sum(len(group.cached_free) for group in self.books.groups)
+    def _reset(self, operation: Reset, outcome: Outcome) -> None:
+        if any([group.referenced for group in self.groups]):
+            self._judge(operation, outcome, BLOCKS_IN_USE)
+        else:
+            cached = sum([len(group.cached_free) for group in self.groups])
+            self._judge(operation, outcome, None, cached)
 
-    def _retire(self, operation: Retire, outcome: Outcome) -> Prediction | None:
-        return (None, len(self.books.steps[0].items)) if self.books.steps else None
+    def _retire(self, operation: Retire, outcome: Outcome) -> None:
+        if self.books.steps:
+            self._judge(operation, outcome, None, len(self.books.steps[0].items))
 
-    def _target(self, outcome: Outcome) -> RequestModel | None:
-        return self.books.requests.get(-1 if outcome.request is None else outcome.request)
+    def _known(self, number: int | None) -> RequestModel | None:
+        return None if number is None else self.books.requests.get(number)
 
     # -- what a done operation left -----------------------------------------------------------
 
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
-        for number in (outcome.request, *outcome.children):
-            request = self._known(number)
-            if request is None:
-                continue
-            needed = (len(request.tags) + self.block_size - 1) // self.block_size
-            for group in self.books.groups:
-                held = len(self.view.table(request.id, group.group))
-                if held != needed:
-                    self.fail(
-                        f"request {request.id} has {request.length} tokens, which need {needed} "
-                        f"blocks of {self.block_size}, but holds {held}",
-                        group=group.group,
-                        request=request.id,
-                    )
-        self.checked += 1
+        self._exact_blocks(outcome.request)
+        for child in outcome.children:
+            self._exact_blocks(child)
 
-    def _known(self, number: int | None) -> RequestModel | None:
-        return None if number is None else self.books.requests.get(number)
+    def _exact_blocks(self, number: int | None) -> None:
+        request = self._known(number)
+        if request is None:
+            return
+        needed = (len(request.tags) + self.block_size - 1) // self.block_size
+        for group in self.groups:
+            held = len(self.view.table(request.id, group.group))
+            if held != needed:
+                self.fail(
+                    f"request {request.id} has {request.length} tokens, which need {needed} "
+                    f"blocks of {self.block_size}, but holds {held}",
+                    group=group.group,
+                    request=request.id,
+                )

@@ -40,7 +40,7 @@ class Cons(Check):
     positive_control = "counter-drifts"
 
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
-        for group in self.books.groups:
+        for group in self.groups:
             free = self.view.free_count(group.group)
             if free + group.referenced != group.usable:
                 self.fail(
@@ -48,7 +48,6 @@ class Cons(Check):
                     f"or fences, which does not make the pool of {group.usable}",
                     group=group.group,
                 )
-        self.checked += 1
 
     def audit(self) -> None:
         reserved = self.semantics.reserved
@@ -70,7 +69,6 @@ class Cons(Check):
             held = len(group.refs) - len(reserved) - len(free)
             if held != group.referenced:
                 self._name_the_lost(number, free)
-        self.checked += 1
 
     def _name_the_lost(self, number: int, free: set[int]) -> None:
         refs = self.books.groups[number].refs

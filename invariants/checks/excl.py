@@ -51,8 +51,9 @@ class Excl(Check):
         }
 
     def _allocated(self, event: BlocksAllocated) -> None:
-        group = self.books.groups[event.group]
-        blocks = event.blocks
+        group, blocks = self.groups[event.group], event.blocks
+        refs = group.refs
+        self.checked += 1
         if len(blocks) > 1 and len(set(blocks)) != len(blocks):
             twice = next(b for b in blocks if list(blocks).count(b) > 1)
             self.fail(
@@ -62,9 +63,9 @@ class Excl(Check):
                 block=twice,
                 request=event.request,
             )
-        for block in blocks:
-            self._handed_out(group, block, event.request)
-        self.checked += 1
+        if any([refs[b] for b in blocks]) or any([b in blocks for b in self.semantics.reserved]):
+            for block in blocks:
+                self._handed_out(group, block, event.request)
 
     def _handed_out(self, group: GroupBooks, block: int, request: int) -> None:
         if group.refs[block]:
@@ -118,7 +119,7 @@ class Excl(Check):
         for item in event.items:
             request = self.books.known.get(item.request)
             if request is not None:
-                for group in self.books.groups:
+                for group in self.groups:
                     self._written(group, item, request)
         self.checked += 1
 
@@ -182,4 +183,3 @@ class Excl(Check):
                             request=request.id,
                         )
                         return
-        self.checked += 1

@@ -11,6 +11,7 @@ Does not verify: arrival and waiting queues (the scheduler's level); when a requ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from kvproof.invariants.books import RequestModel
 from kvproof.invariants.operations import (
@@ -25,7 +26,7 @@ from kvproof.invariants.operations import (
     Retire,
 )
 from kvproof.invariants.outcomes import Outcome
-from kvproof.invariants.property import Check, Claim
+from kvproof.invariants.property import Check, Claim, OperationHandler
 
 
 class Life(Check):
@@ -43,51 +44,60 @@ class Life(Check):
         Claim("Live requests are exactly those that were admitted and have not ended.", "B142"),
     )
     positive_control = "output-token-recorded-twice"
-    expects_of = (Grow, Finish, Fork, Preempt, Resume, Abort, Admit, Retire)
     concludes_on = (Admit, Grow, Fork, Preempt, Resume)
     concludes_when = ("done",)
 
-    def expect(self, operation: Operation, outcome: Outcome) -> None:
-        if isinstance(operation, Admit):
-            self._identity(outcome, (outcome.request,) if outcome.status == "done" else ())
-            return
-        if isinstance(operation, Retire):
-            if (outcome.status == "skipped") != (not self.books.steps):
-                self.fail(f"retire was {outcome.status} with {len(self.books.steps)} in flight")
-            return
-        candidates = self._candidates(operation)
-        if outcome.status == "skipped":
-            # What a subject is not capable of is skipped by the driver, not by the subject.
-            if candidates:
-                self.fail(
-                    f"{type(operation).__name__.lower()} was skipped, though "
-                    f"{len(candidates)} requests could take it"
-                )
-            return
+    def expecting(self, kind: type[Operation]) -> OperationHandler | None:
+        return {
+            Admit: self._admitted,
+            Retire: self._retired,
+            Resume: self._resumed,
+            Abort: self._aborted,
+            Grow: self._of_running,
+            Finish: self._of_running,
+            Fork: self._of_running,
+            Preempt: self._of_running,
+        }.get(kind)
+
+    def _admitted(self, operation: Admit, outcome: Outcome) -> None:
+        if outcome.status == "done":
+            self._identity((outcome.request,))
+
+    def _retired(self, operation: Retire, outcome: Outcome) -> None:
+        if (outcome.status == "skipped") != (not self.books.steps):
+            self.fail(f"retire was {outcome.status} with {len(self.books.steps)} in flight")
+
+    def _of_running(self, operation: Operation, outcome: Outcome) -> None:
+        self._target(operation, self.books.running, outcome)
+
+    def _resumed(self, operation: Resume, outcome: Outcome) -> None:
+        self._target(operation, self.books.preempted, outcome)
+
+    def _aborted(self, operation: Abort, outcome: Outcome) -> None:
+        live = sorted(self.books.requests.values(), key=attrgetter("order"))
+        self._target(operation, live, outcome)
+
+    def _target(
+        self, operation: Operation, candidates: Sequence[RequestModel], outcome: Outcome
+    ) -> None:
         index = operation.request  # type: ignore[attr-defined]
         expected = candidates[index % len(candidates)].id if candidates else None
-        if outcome.request != expected:
+        if outcome.request != expected or (outcome.status == "skipped") != (not candidates):
+            name = type(operation).__name__.lower()
             self.fail(
-                f"{type(operation).__name__.lower()} was applied to request {outcome.request}, "
-                f"but it names request {expected}",
+                f"{name} was {outcome.status} for request {outcome.request}, but of "
+                f"{len(candidates)} candidates it names request {expected}",
                 request=outcome.request,
             )
-        self._identity(outcome, outcome.children)
+        if outcome.children:
+            self._identity(outcome.children)
 
-    def _candidates(self, operation: Operation) -> Sequence[RequestModel]:
-        if isinstance(operation, Resume):
-            return self.books.preempted
-        if isinstance(operation, Abort):
-            return sorted(self.books.requests.values(), key=lambda request: request.order)
-        return self.books.running
-
-    def _identity(self, outcome: Outcome, created: Sequence[int | None]) -> None:
+    def _identity(self, created: Sequence[int | None]) -> None:
         for number in created:
             if number is None or number in self.books.requests:
                 self.fail(f"a new request is called {number}", request=number)
 
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
-        self.checked += 1
         if self.books.strays:
             event = self.books.strays.pop()
             self.fail(f"an event speaks of a request that is not live: {event}")
@@ -111,7 +121,6 @@ class Life(Check):
             )
 
     def audit(self) -> None:
-        self.checked += 1
         live = sorted(self.view.requests())
         if live != sorted(self.books.requests):
             self.fail(f"live requests are {live}, but should be {sorted(self.books.requests)}")

@@ -98,7 +98,6 @@ class Met(Check):
             self._counts["queries"] += request.input_tokens
 
     def audit(self) -> None:
-        self.checked += 1
         if not self.semantics.exports and not self.semantics.exports_per_request:
             return
         exported = self.view.metrics()

@@ -68,15 +68,15 @@ class Order(Check):
         self.checked += 1
 
     def _allocated(self, event: BlocksAllocated) -> None:
-        self._needed(self.books.groups[event.group], len(event.blocks), event.request)
+        if self.groups[event.group].evicting:
+            self._needed(self.groups[event.group], len(event.blocks), event.request)
 
     def _copied(self, event: BlockCopied) -> None:
-        self._needed(self.books.groups[event.group], 1, event.request)
+        if self.groups[event.group].evicting:
+            self._needed(self.groups[event.group], 1, event.request)
 
     def _needed(self, group: GroupBooks, blocks: int, request: int) -> None:
         evicted = len(group.evicting)
-        if not evicted:
-            return
         empty = group.empty_free - evicted
         if evicted > max(0, blocks - empty):
             self.fail(
@@ -89,11 +89,12 @@ class Order(Check):
         self.checked += 1
 
     def _released(self, event: BlocksReleased) -> None:
-        table = self._table_of(event)
-        blocks = event.blocks
-        if table is None or len(table) != len(blocks) or len(blocks) < 2:
+        request = self.books.known.get(event.request)
+        if event.step is not None or request is None:
             return
-        if list(blocks) != table[::-1] and sorted(blocks) == sorted(table):
+        table, blocks = request.tables[event.group], event.blocks
+        self.checked += 1
+        if table[::-1] != blocks and sorted(blocks) == sorted(table):
             self.fail(
                 f"request {event.request} gave back its blocks as {list(blocks)}, not from the "
                 f"tail of its table {table}",
@@ -101,13 +102,6 @@ class Order(Check):
                 block=blocks[0],
                 request=event.request,
             )
-        self.checked += 1
-
-    def _table_of(self, event: BlocksReleased) -> list[int] | None:
-        if event.step is None:
-            request = self.books.known.get(event.request)
-            return request.tables[event.group] if request else None
-        return None
 
     def audit(self) -> None:
         if self.semantics.eviction_order != "lru":
@@ -126,4 +120,3 @@ class Order(Check):
                     group=group.group,
                     block=first,
                 )
-        self.checked += 1

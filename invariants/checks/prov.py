@@ -160,4 +160,3 @@ class Prov(Check):
                 end = min(request.computed, len(table) * self.block_size)
                 if end and not self._compare(request, group, 0, end, table):
                     return
-        self.checked += 1

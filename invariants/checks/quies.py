@@ -30,7 +30,6 @@ class Quies(Check):
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
         if self.books.requests or self.books.steps:
             return
-        self.checked += 1
         for group in self.books.groups:
             if self.view.free_count(group.group) == group.usable and not group.referenced:
                 continue

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvproof.invariants.events import BlocksReleased, Event
-from kvproof.invariants.operations import Operation
+from kvproof.invariants.operations import OPERATION_TYPES, Launch, Operation
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim, EventHandler
 
@@ -39,19 +39,18 @@ class Ref(Check):
         ),
     )
     positive_control = "fork-takes-no-reference"
+    concludes_on = tuple(kind for kind in OPERATION_TYPES if kind is not Launch)
+    concludes_when = ("done",)
 
     def before_event(self) -> Mapping[type[Event], EventHandler]:
         return {BlocksReleased: self._released}
 
     def _released(self, event: BlocksReleased) -> None:
-        refs = self.books.groups[event.group].refs
-        for block in event.blocks:
-            if refs[block] <= 0:
-                self._over_released(event, block)
+        blocks, refs = event.blocks, self.groups[event.group].refs
+        if blocks and min([refs[block] for block in blocks]) <= 0:
+            self._over_released(event, next(b for b in blocks if refs[b] <= 0))
         held = self._held_table(event)
-        if held is not None and (
-            len(held) != len(event.blocks) or sorted(held) != sorted(event.blocks)
-        ):
+        if held is not None and held[::-1] != blocks and sorted(held) != sorted(blocks):
             self.fail(
                 f"request {event.request} gave back blocks {list(event.blocks)}, "
                 f"but its table held {list(held)}",
@@ -82,15 +81,13 @@ class Ref(Check):
         return None
 
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
-        for group in self.books.groups:
-            if not group.touched:
-                continue
-            actual, expected = self.view.ref_counts(group.group), group.refs
-            for block in group.touched:
-                if actual[block] != expected[block]:
+        for group in self.groups:
+            touched = group.touched
+            if touched:
+                actual, expected = self.view.ref_counts(group.group), group.refs
+                if [actual[b] for b in touched] != [expected[b] for b in touched]:
+                    block = next(b for b in touched if actual[b] != expected[b])
                     self._wrong_count(group.group, block, actual[block], expected[block])
-                    break
-            self.checked += 1
 
     def _wrong_count(self, group: int, block: int, actual: int, expected: int) -> None:
         self.fail(
@@ -109,7 +106,6 @@ class Ref(Check):
                 if block not in self.semantics.reserved and actual[block] != expected:
                     self._wrong_count(group.group, block, actual[block], expected)
                     break
-        self.checked += 1
 
 
 def _first_difference(held: list[int], released: Any) -> int:

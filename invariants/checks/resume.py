@@ -63,7 +63,6 @@ class Resume_(Check):  # noqa: N801 — `Resume` is the operation
                 )
                 return
             seen.add(item.request)
-        self.checked += 1
 
     def _misplaced(self, item: StepItem, seen: set[int]) -> str | None:
         request = self.books.known.get(item.request)
@@ -83,7 +82,6 @@ class Resume_(Check):  # noqa: N801 — `Resume` is the operation
         return None
 
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
-        self.checked += 1
         if self.books.retired is not None:
             for item, request in self.books.retired.items:
                 if self.books.requests.get(item.request) is request:

@@ -30,7 +30,7 @@ from kvproof.invariants.operations import (
     Retire,
 )
 from kvproof.invariants.outcomes import SKIPPED, Outcome
-from kvproof.invariants.prompts import prompt_tokens, sampled_token
+from kvproof.invariants.prompts import clip_media, prompt_tokens, sampled_tokens
 from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.invariants.view import RequestState
 
@@ -125,11 +125,13 @@ class EngineSubject:
         return self._view
 
     def _admit(self, operation: Admit) -> Outcome:
+        prompt = prompt_tokens(operation.prompt, operation.media)
+        media = operation.media
         return self.engine.admit(
-            prompt_tokens(operation.prompt, operation.media),
+            prompt,
             salt=operation.salt,
             adapter=operation.adapter,
-            media=operation.media,
+            media=clip_media(media, len(prompt)) if media else (),
         )
 
     def _grow(self, operation: Grow) -> Outcome:
@@ -137,10 +139,7 @@ class EngineSubject:
         if not running:
             return SKIPPED
         request = running[operation.request % len(running)]
-        position, choice = len(request.tokens), operation.choice
-        tokens = [
-            sampled_token(choice, p) for p in range(position, position + operation.tokens)
-        ]
+        tokens = sampled_tokens(operation.choice, len(request.tokens), operation.tokens)
         return self.engine.grow(request, tokens)
 
     def _running(self, index: int) -> Request | None:

@@ -7,25 +7,33 @@ every pool of at most three blocks; so no sequence of these steps, however long,
 Verifies: the protocol, and ``kvproof.engine.arithmetic`` where a step uses it.
 Does not verify: the code of the engine's pool, which the stateful tests drive.
 
-A step takes only the parts of a pool that it touches, since each one multiplies the paths:
-
-``refs``   reference count, by block;
-``free``   how often the block stands in the free list, by block.  So nothing depends on the
-           order of that list: where a step takes a block, it is handed any one that is free;
-``index``  the blocks that the prefix cache can find, one entry for each key.
+The invariant is ``sound`` for the pool and ``known`` for the index of the prefix cache.  A step
+takes only the parts that it touches, since each one multiplies the paths.
 """
+
+from typing import NamedTuple
 
 from kvproof.engine.arithmetic import copy_needed
 
-Counts = list[int]
-Pool = tuple[Counts, Counts]
-"""``refs`` and ``free``."""
+
+class Pool(NamedTuple):
+    """Two counts for each block.
+
+    The order of the free list is left out: where a step takes a block it is handed any one that
+    is free, so that the proof holds for every order.
+    """
+
+    refs: list[int]
+    """Reference count."""
+    free: list[int]
+    """How often the block stands in the free list."""
 
 
-def sound(refs: Counts, free: Counts) -> bool:
+def sound(pool: Pool) -> bool:
     """No count is negative; a block is in the free list, once, exactly if its count is zero."""
-    return len(free) == len(refs) <= 3 and all(
-        count >= 0 and places == (count == 0) for count, places in zip(refs, free, strict=True)
+    return len(pool.free) == len(pool.refs) <= 3 and all(
+        count >= 0 and places == (count == 0)
+        for count, places in zip(pool.refs, pool.free, strict=True)
     )
 
 
@@ -36,111 +44,145 @@ def known(index: list[int], blocks: int) -> bool:
     )
 
 
-def changed(counts: Counts, block: int, by: int) -> Counts:
+def changed(counts: list[int], block: int, by: int) -> list[int]:
     """The counts with one of them changed."""
     return [*counts[:block], counts[block] + by, *counts[block + 1 :]]
 
 
-def allocate(refs: Counts, free: Counts, index: list[int], block: int) -> tuple[Pool, list[int]]:
+def sound_after(before: Pool, after: Pool, block: int, by: int) -> bool:
+    """The pool is sound, and one reference count changed: that of ``block``, by ``by``."""
+    return sound(after) and after.refs == changed(before.refs, block, by)
+
+
+def allocate(pool: Pool, index: list[int], block: int) -> tuple[Pool, list[int]]:
     """Take a free block; what it cached is evicted now and not before (seed-systems R12).
 
-    pre: sound(refs, free) and 0 <= block < len(refs) and free[block] == 1
-    pre: known(index, len(refs))
-    post: sound(*__return__[0]) and known(__return__[1], len(refs)) and block not in __return__[1]
+    pre: sound(pool) and 0 <= block < len(pool.refs) and pool.free[block] == 1
+    pre: known(index, len(pool.refs))
+    post: sound_after(pool, __return__[0], block, 1) and unfindable(__return__[1], pool, block)
     """
-    pool = changed(refs, block, 1), changed(free, block, -1)
-    return pool, [entry for entry in index if entry != block]
+    taken = Pool(changed(pool.refs, block, 1), changed(pool.free, block, -1))
+    return taken, [entry for entry in index if entry != block]
 
 
-def release(refs: Counts, free: Counts, block: int) -> Pool:
+def unfindable(index: list[int], pool: Pool, block: int) -> bool:
+    """The index is in order and has no entry for ``block``."""
+    return known(index, len(pool.refs)) and block not in index
+
+
+def release(pool: Pool, block: int) -> Pool:
     """Give back one reference; the last one frees the block (seed-systems P07, S01).
 
-    pre: sound(refs, free) and 0 <= block < len(refs) and refs[block] >= 1
-    post: sound(*__return__) and __return__[0] == changed(refs, block, -1)
+    pre: sound(pool) and 0 <= block < len(pool.refs) and pool.refs[block] >= 1
+    post: sound_after(pool, __return__, block, -1)
     """
-    return changed(refs, block, -1), changed(free, block, int(refs[block] == 1))
+    frees = int(pool.refs[block] == 1)
+    return Pool(changed(pool.refs, block, -1), changed(pool.free, block, frees))
 
 
-def share(refs: Counts, free: Counts, block: int) -> Pool:
+def share(pool: Pool, block: int) -> Pool:
     """A prefix hit: one more reference, to a cached-free or a referenced block.
 
-    A cached-free one leaves the free list (seed-systems R15), a hit consumes capacity (R16).
+    A cached-free one leaves the free list (seed-systems R15); so a hit uses capacity (R16).
 
-    pre: sound(refs, free) and 0 <= block < len(refs)
-    post: sound(*__return__) and __return__[0] == changed(refs, block, 1)
-    post: sum(free) - sum(__return__[1]) == (refs[block] == 0)
+    pre: sound(pool) and 0 <= block < len(pool.refs)
+    post: sound_after(pool, __return__, block, 1)
+    post: sum(pool.free) - sum(__return__.free) == (pool.refs[block] == 0)
     """
-    return changed(refs, block, 1), changed(free, block, -free[block])
+    return Pool(changed(pool.refs, block, 1), changed(pool.free, block, -pool.free[block]))
 
 
-def admit(refs: Counts, free: Counts, hits: list[bool], fresh: int) -> Pool | None:
-    """Share all blocks that are hit and take ``fresh`` more, or change nothing and refuse.
+def admit(pool: Pool, hits: list[bool], fresh: int) -> Pool | None:
+    """Share the blocks that ``hits`` marks and take ``fresh`` more; or refuse, changing nothing.
 
     The hits come first (seed-systems R15, P13): a cached-free block that is hit is no longer
     there to be taken.
 
-    pre: sound(refs, free) and len(hits) == len(refs) and 0 <= fresh <= 3
-    post: (__return__ is None) == (sum(refs[b] == 0 and not hits[b] for b in range(len(refs))) < fresh)
-    post: __return__ is None or sound(*__return__)
-    post: __return__ is None or sum(__return__[0]) == sum(refs) + sum(hits) + fresh
+    pre: sound(pool) and len(hits) == len(pool.refs) and 0 <= fresh <= 3
+    post: (__return__ is None) == (untouched_free(pool, hits) < fresh)
+    post: __return__ is None or sound(__return__)
+    post: __return__ is None or served(pool, __return__, hits) == fresh
     """
-    shared = [count + hit for count, hit in zip(refs, hits, strict=True)]
-    left = [places * (not hit) for places, hit in zip(free, hits, strict=True)]
-    return take(shared, left, fresh) if fresh <= sum(left) else None
+    hit = touch(pool, hits)
+    return take(hit, fresh) if fresh <= sum(hit.free) else None
 
 
-def take(refs: Counts, free: Counts, fresh: int) -> Pool:
-    """Take the first ``fresh`` free blocks."""
-    taken = [places * (sum(free[:block]) < fresh) for block, places in enumerate(free)]
-    return (
-        [count + new for count, new in zip(refs, taken, strict=True)],
-        [places - new for places, new in zip(free, taken, strict=True)],
+def served(before: Pool, after: Pool, hits: list[bool]) -> int:
+    """Blocks that were taken besides the hits; -1 if one was taken twice, or a hit was missed."""
+    owners = list(zip(before.refs, after.refs, hits, strict=True))
+    if any(now != was + hit and (hit or was > 0 or now != 1) for was, now, hit in owners):
+        return -1
+    return sum(now - was - hit for was, now, hit in owners)
+
+
+def untouched_free(pool: Pool, hits: list[bool]) -> int:
+    """Free blocks that are not hit."""
+    return sum(count == 0 and not hit for count, hit in zip(pool.refs, hits, strict=True))
+
+
+def touch(pool: Pool, hits: list[bool]) -> Pool:
+    """One more reference to each block that is hit; those leave the free list."""
+    return Pool(
+        [count + hit for count, hit in zip(pool.refs, hits, strict=True)],
+        [places * (not hit) for places, hit in zip(pool.free, hits, strict=True)],
+    )
+
+
+def take(pool: Pool, fresh: int) -> Pool:
+    """The first ``fresh`` free blocks get an owner."""
+    taken = [places * (sum(pool.free[:block]) < fresh) for block, places in enumerate(pool.free)]
+    return Pool(
+        [count + new for count, new in zip(pool.refs, taken, strict=True)],
+        [places - new for places, new in zip(pool.free, taken, strict=True)],
     )
 
 
 def publish(index: list[int], blocks: int, block: int) -> list[int]:
-    """Make a full block findable under a key of its own (seed-systems R04).
+    """Make a full block findable, under a key of its own (seed-systems R04).
 
-    pre: 0 <= block < blocks and known(index, blocks) and block not in index
-    post: known(__return__, blocks) and __return__[:-1] == index and __return__[-1] == block
+    A block that is findable already, as after a shared prefix was computed, is left alone.
+
+    pre: 0 <= block < blocks and known(index, blocks)
+    post: known(__return__, blocks) and block in __return__ and __return__[: len(index)] == index
     """
-    return [*index, block]
+    return index if block in index else [*index, block]
 
 
-def evict(index: list[int], blocks: int, block: int) -> list[int]:
-    """Make a block unfindable, and no other (seed-systems R12).
+def evict(index: list[int], block: int) -> list[int]:
+    """Make a block unfindable, if it is not already, and no other (seed-systems R12).
 
-    pre: known(index, blocks) and block in index
-    post: known(__return__, blocks) and block not in __return__
-    post: len(__return__) == len(index) - 1
+    pre: known(index, 3)
+    post: known(__return__, 3) and block not in __return__
+    post: len(__return__) == len(index) - (block in index)
     """
     return [entry for entry in index if entry != block]
 
 
-def fork(refs: Counts, free: Counts, table: list[int]) -> Pool:
-    """A child shares every block of its parent's table (seed-systems S02).
+def fork(pool: Pool, held: list[bool]) -> Pool:
+    """A child shares every block that its parent has: ``held`` marks them (seed-systems S02).
 
-    pre: sound(refs, free) and known(table, len(refs)) and all(refs[block] >= 1 for block in table)
-    post: sound(*__return__) and all(now == was + (block in table) for block, (now, was) in enumerate(zip(__return__[0], refs)))
+    pre: sound(pool) and len(held) == len(pool.refs)
+    pre: all(count >= 1 for count, mine in zip(pool.refs, held) if mine)
+    post: sound(__return__)
+    post: all(now == was + mine for now, was, mine in zip(__return__.refs, pool.refs, held))
     """
-    return [count + table.count(block) for block, count in enumerate(refs)], free
+    return Pool([count + mine for count, mine in zip(pool.refs, held, strict=True)], pool.free)
 
 
-def write(
-    refs: Counts, free: Counts, last: int, length: int, block_size: int, spare: int
-) -> tuple[Pool, int]:
-    """Write the next token into the partial block ``last``, or else into its copy ``spare``.
+def write(pool: Pool, last: int, length: int, block_size: int, spare: int) -> tuple[Pool, int]:
+    """Write the token after ``length`` into the partial block ``last``, or into its copy ``spare``.
 
-    Returns the pool and the block that is written, of which the writer is the sole owner
+    Returns the pool and the block that is written, whose only owner is the writer
     (seed-systems P12, S04).
 
-    pre: sound(refs, free) and 0 <= last < len(refs) and refs[last] >= 1
-    pre: 0 <= spare < len(refs) and free[spare] == 1
+    pre: sound(pool) and 0 <= last < len(pool.refs) and pool.refs[last] >= 1
+    pre: 0 <= spare < len(pool.refs) and pool.free[spare] == 1
     pre: block_size >= 1 and length >= 0 and length % block_size >= 1
-    post: sound(*__return__[0]) and __return__[0][0][__return__[1]] == 1
-    post: sum(__return__[0][0]) == sum(refs) and __return__[0][0][last] >= refs[last] - 1
-    post: (__return__[1] == last) == (refs[last] == 1)
+    post: sound(__return__[0]) and sum(__return__[0].refs) == sum(pool.refs)
+    post: __return__[0].refs[__return__[1]] == 1
+    post: (__return__[1] == last) == (pool.refs[last] == 1)
     """
-    if not copy_needed(length, block_size, refs[last]):
-        return (refs, free), last
-    return (changed(changed(refs, spare, 1), last, -1), changed(free, spare, -1)), spare
+    if not copy_needed(length, block_size, pool.refs[last]):
+        return pool, last
+    refs = changed(changed(pool.refs, spare, 1), last, -1)
+    return Pool(refs, changed(pool.free, spare, -1)), spare

@@ -1,0 +1,167 @@
+"""The seeded generator: swarm draws of configurations and operation lists.
+
+Each run draws its own world: which features are on, how often each operation comes, a tiny pool,
+which arguments it is fond of, how long it goes on.  Runs that lack most features reach states
+that uniform mixtures never do (swarm testing; Groce et al., ISSTA 2012; measured for caches in
+the project's feasibility study).  Operations are drawn without looking at the state: they name
+their targets modulo the candidates, so every list makes sense, and shrinking cannot break one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from msgspec import Struct
+
+from kvproof.invariants.operations import (
+    Abort,
+    Admit,
+    Evict,
+    Finish,
+    Fork,
+    Grow,
+    Launch,
+    Media,
+    Operation,
+    Preempt,
+    Reset,
+    Resume,
+    Retire,
+    Segment,
+)
+from kvproof.invariants.subject import Configuration
+
+FEATURES = ("salt", "adapter", "media", "chunks", "tails", "long", "narrow")
+"""What a run may have on beside its operations: prompts under salts, adapters, with media; steps
+with budgets; prompts with diverging tails; prompts near the pool's size; few running requests."""
+
+_WEIGHTS = (0, 1, 1, 3, 9)
+_ESSENTIAL = ("admit", "grow", "launch", "retire")
+_BASE_WEIGHTS = {
+    "admit": 2,
+    "grow": 5,
+    "finish": 1,
+    "abort": 0.5,
+    "fork": 0.5,
+    "evict": 0.3,
+    "reset": 0.2,
+    "preempt": 0.5,
+    "resume": 0.7,
+    "launch": 2.5,
+    "retire": 2.5,
+}
+_LENGTHS = (20, 50, 100, 200, 400)
+
+
+class Draw(Struct, frozen=True):
+    """One drawn run."""
+
+    seed: str
+    configuration: Configuration
+    features: tuple[str, ...]
+    operations: list[Operation]
+
+
+def draw_run(seed: str, capabilities: frozenset[str]) -> Draw:
+    """The run number ``seed``: the same on every machine."""
+    rng = Random(seed)
+    features = tuple(name for name in FEATURES if rng.random() < 0.4)
+    configuration = _draw_configuration(rng, features)
+    weights = {
+        kind: _BASE_WEIGHTS[kind] * (rng.choice(_WEIGHTS) or (kind in _ESSENTIAL))
+        for kind in _BASE_WEIGHTS
+        if kind in capabilities
+    }
+    arguments = _Arguments(rng, configuration, features)
+    kinds = rng.choices(list(weights), list(weights.values()), k=rng.choice(_LENGTHS))
+    operations = [arguments.draw(kind) for kind in kinds]
+    return Draw(seed, configuration, features, operations)
+
+
+def _draw_configuration(rng: Random, features: tuple[str, ...]) -> Configuration:
+    return Configuration(
+        blocks=rng.randint(6, 33) if rng.random() < 0.8 else rng.randint(6, 10),
+        block_size=rng.choice((1, 2, 3, 4, 4, 5, 8, 16)),
+        requests=rng.randint(1, 4) if "narrow" in features else 64,
+        run_ahead=rng.choice((1, 2, 2, 3)),
+    )
+
+
+class _Arguments:
+    """Draws the arguments of operations, with this run's fondnesses."""
+
+    def __init__(
+        self, rng: Random, configuration: Configuration, features: tuple[str, ...]
+    ) -> None:
+        self._rng = rng
+        self._size = configuration.block_size
+        self._blocks = configuration.blocks
+        self._features = frozenset(features)
+        self._hot = rng.choice((0.0, 0.5, 0.9))
+        self._hot_request = rng.randrange(4)
+        self._steady_tokens = rng.choice((0, 1, 1, self._size))
+        self._choices = rng.choice((1, 2, 4))
+        self._stems = rng.choice((1, 1, 2, 3))
+        self._rows = max(1, self._blocks // rng.choice((2, 4, 8)))
+        self._draw: dict[str, Callable[[], Operation]] = {
+            "admit": self._admit,
+            "grow": self._grow,
+            "finish": lambda: Finish(self._request()),
+            "abort": lambda: Abort(self._request()),
+            "fork": lambda: Fork(self._request(), 1 if rng.random() < 0.7 else 2),
+            "evict": lambda: Evict(rng.choice((1, 1, 2, self._blocks))),
+            "reset": Reset,
+            "preempt": lambda: Preempt(self._request()),
+            "resume": lambda: Resume(self._request()),
+            "launch": self._launch,
+            "retire": Retire,
+        }
+
+    def draw(self, kind: str) -> Operation:
+        return self._draw[kind]()
+
+    def _request(self) -> int:
+        if self._rng.random() < self._hot:
+            return self._hot_request
+        return int(self._rng.random() * 8)
+
+    def _admit(self) -> Admit:
+        rng = self._rng
+        stem = Segment(int(rng.random() * self._stems), self._length())
+        prompt = (stem,)
+        if "tails" in self._features and rng.random() < 0.5:
+            prompt = (stem, Segment(10 + int(rng.random() * 2), 1 + int(rng.random() * 6)))
+        return Admit(
+            prompt,
+            salt=int(rng.random() * 3) if "salt" in self._features else 0,
+            adapter=int(rng.random() * 3) if "adapter" in self._features else 0,
+            media=self._media(stem.length) if "media" in self._features else (),
+        )
+
+    def _length(self) -> int:
+        """Around the edges of blocks, where the arithmetic is: k·B - 1, k·B, k·B + 1."""
+        rng = self._rng
+        rows = self._rows
+        if "long" in self._features and rng.random() < 0.2:
+            rows = self._blocks + 1
+        edge = (1 + int(rng.random() * rows)) * self._size
+        return max(1, edge + rng.choice((-1, 0, 0, 1, 1)))
+
+    def _media(self, length: int) -> tuple[Media, ...]:
+        rng = self._rng
+        if rng.random() < 0.3:
+            return ()
+        start = int(rng.random() * length)
+        item = rng.choice((1, 2, 1 + (1 << 16)))  # two that agree in their low bits (bug B47)
+        return (Media(item, start, 1 + int(rng.random() * self._size * 2)),)
+
+    def _grow(self) -> Grow:
+        rng = self._rng
+        tokens = self._steady_tokens or 1 + int(rng.random() * (self._size + 1))
+        return Grow(self._request(), tokens, int(rng.random() * self._choices))
+
+    def _launch(self) -> Launch:
+        if "chunks" in self._features and self._rng.random() < 0.6:
+            return Launch(1 + int(self._rng.random() * (2 * self._size + 2)))
+        return Launch()

@@ -1,0 +1,115 @@
+"""One run: a subject, its checker, and what happened.  Every driver goes through here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from kvproof.invariants.checker import Checker
+from kvproof.invariants.events import Event
+from kvproof.invariants.operations import (
+    OPERATION_TYPES,
+    Abort,
+    Launch,
+    Operation,
+    Retire,
+    kind_of,
+)
+from kvproof.invariants.outcomes import SKIPPED, Outcome
+from kvproof.invariants.subject import Configuration, Subject
+from kvproof.invariants.verdict import Violation
+
+SubjectFactory = Callable[[Configuration], Subject]
+"""Builds a fresh subject; called once per run."""
+
+CRASH = "CRASH"
+"""The property that a subject breaks by raising: an operation answers, it does not raise."""
+
+
+class Harness:
+    """Applies operations to a fresh subject and checks each; stops caring after a violation."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        *,
+        audit_interval: int | None = None,
+        checked: bool = True,
+    ) -> None:
+        """``checked=False`` only applies operations: the baseline of the benchmark."""
+        self.subject = subject
+        self.checker = Checker(subject, interval=audit_interval)
+        self.counts = self.checker.counts
+        """Operations by kind and status (only of checked runs)."""
+        self.violations: Sequence[Violation] = ()
+        self.last_events: Sequence[Event] = ()
+        self._capable = {
+            kind for kind in OPERATION_TYPES if kind.__name__.lower() in subject.capabilities
+        }
+        self._checked = checked
+        self._apply = subject.apply
+        self._drain_events = subject.drain_events
+        self._observe = self.checker.observe
+
+    def perform(self, operation: Operation) -> Outcome:
+        """Apply and check one operation.
+
+        Raises CheckerError if a checker stumbles.  A subject that raises is a violation.
+        """
+        kind = operation.__class__
+        if kind not in self._capable:
+            self.counts[kind]["skipped"] += 1
+            return SKIPPED
+        try:
+            outcome = self._apply(operation)
+            events = self._drain_events()
+        except Exception as error:
+            return self._crashed(operation, error)
+        self.last_events = events
+        if self._checked:
+            violations = self._observe(operation, outcome, events)
+            if violations:
+                self.violations = violations
+        return outcome
+
+    def _crashed(self, operation: Operation, error: Exception) -> Outcome:
+        message = f"{kind_of(operation)} raised {type(error).__name__}: {error}"
+        self.violations = (Violation(CRASH, message, op=self.checker.operations),)
+        return SKIPPED
+
+    def run(self, operations: Iterable[Operation]) -> Sequence[Violation]:
+        """Perform operations up to the first violation, then audit; the violations."""
+        perform = self.perform
+        for operation in operations:
+            perform(operation)
+            if self.violations:
+                return self.violations
+        return self.audit()
+
+    def audit(self) -> Sequence[Violation]:
+        """A full audit now, unless something has failed already."""
+        if not self.violations and self._checked:
+            self.violations = self.checker.audit()
+        return self.violations
+
+    def drain(self) -> list[Operation]:
+        """End all requests and steps, so that quiescence is reached; what it took."""
+        performed: list[Operation] = []
+
+        def until_skipped(operation: Operation) -> None:
+            for _ in range(1 << 20):
+                if self.violations:
+                    return
+                performed.append(operation)
+                if self.perform(operation).status != "done":
+                    return
+
+        until_skipped(Retire())
+        until_skipped(Launch())
+        until_skipped(Retire())
+        until_skipped(Abort(0))
+        until_skipped(Retire())
+        return performed
+
+    def operation_counts(self) -> dict[str, dict[str, int]]:
+        """Per operation kind: done, refused, skipped."""
+        return {kind.__name__.lower(): dict(counts) for kind, counts in self.counts.items()}

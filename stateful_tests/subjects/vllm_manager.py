@@ -1,0 +1,733 @@
+"""vLLM's KVCacheManager as a subject: the real one, unmodified, with full attention, on CPU.
+
+What the adapter adds is what vLLM's scheduler does around the manager: it keeps requests and
+steps, and advances ``num_computed_tokens`` when a step is launched.  Blocks, tables, reference
+counts, keys and hits are vLLM's own; events are derived from its state, each time by looking at
+the blocks of the one request that the operation touched.
+
+How operations map:
+
+* **Keys are published when slots are allocated**, before any step has computed them.  So a
+  request that is given back early would leave keys of KV that no step will ever write.  vLLM's
+  scheduler rules this out: it allocates for tokens that it launches in the same call, and gives
+  a request back between steps.  (Preemption by priority broke that rule once, see pull request
+  43569 of vllm-project/vllm; that is a scheduler's fault, and a manager's adapter must not
+  commit it.)  Therefore finish, abort and preempt of a running request are refused with
+  *not_launched* until all of its tokens are computed by retired steps.
+* **Steps compute all that is allocated.**  Launch ignores its budget, for the same reason: a
+  request later in the batch may read blocks that an earlier one of the same step writes, so
+  none may be cut short.
+* **The manager fences nothing.**  Which blocks a step in flight uses is unknown to it; vLLM
+  relies on the order of the GPU's stream.  With releases only between a request's steps, no
+  block of a step in flight is ever free, at any depth of run-ahead.
+* A salt is a ``cache_salt``, an adapter a ``LoRARequest``, media are ``mm_features``, cut off
+  at the prompt's end.  Media that overlap cannot be said to vLLM: such an admit is *skipped*.
+  Fork is not a capability: parallel samples are separate requests in vLLM.
+
+vLLM is imported when the first subject is built, not with this module.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from itertools import islice, pairwise
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from kvproof.invariants.events import (
+    BlockEvicted,
+    BlocksAllocated,
+    BlocksPublished,
+    BlocksReleased,
+    BlocksReused,
+    Event,
+    RequestAborted,
+    RequestAdmitted,
+    RequestFinished,
+    RequestGrown,
+    RequestPreempted,
+    RequestResumed,
+    StepItem,
+    StepLaunched,
+    StepRetired,
+)
+from kvproof.invariants.operations import (
+    KINDS,
+    Abort,
+    Admit,
+    Evict,
+    Finish,
+    Grow,
+    Launch,
+    Media,
+    Operation,
+    Preempt,
+    Reset,
+    Resume,
+    Retire,
+)
+from kvproof.invariants.outcomes import (
+    BLOCKS_IN_USE,
+    LARGER_THAN_POOL,
+    NO_FREE_BLOCKS,
+    NOT_LAUNCHED,
+    NOTHING_TO_RUN,
+    RUN_AHEAD_LIMIT,
+    SKIPPED,
+    TOO_MANY_REQUESTS,
+    Outcome,
+)
+from kvproof.invariants.prompts import (
+    clip_media,
+    prompt_length,
+    prompt_tokens,
+    sampled_tokens,
+)
+from kvproof.invariants.subject import Configuration, Semantics
+from kvproof.invariants.view import RequestState
+from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
+
+SUPPORTED = "0.33."
+"""Versions whose internals this adapter knows start so."""
+
+NAME = "vllm:manager"
+
+_by_number = attrgetter("number")
+
+
+# -- vLLM itself -------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _vllm() -> _Vllm:
+    """Import vLLM, once per process; raises SubjectUnavailable where that cannot be."""
+    try:
+        found = version("vllm")
+    except PackageNotFoundError:
+        raise SubjectUnavailable(
+            f"the subject {NAME} needs vLLM {SUPPORTED}x, which is not installed: "
+            "see requirements-vllm.txt"
+        ) from None
+    if not found.startswith(SUPPORTED):
+        raise SubjectUnavailable(
+            f"the subject {NAME} needs vLLM {SUPPORTED}x, but {found} is installed"
+        )
+    try:
+        return _Vllm()
+    except ImportError as error:
+        raise SubjectUnavailable(
+            f"the subject {NAME}: vLLM {found} cannot be imported ({error}): "
+            "see requirements-vllm.txt"
+        ) from error
+
+
+class _Vllm:
+    """The names of vLLM that the adapter uses."""
+
+    def __init__(self) -> None:
+        # Nobody asked for vLLM's log, its usage statistics or a look at a model hub.
+        os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)
+
+        import torch
+        from vllm.lora.request import LoRARequest
+        from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+        from vllm.sampling_params import SamplingParams
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_manager import KVCacheManager
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.request import Request, RequestStatus
+
+        self.dtype = torch.float32
+        self.lora_request = LoRARequest
+        self.feature = MultiModalFeatureSpec
+        self.placeholder = PlaceholderRange
+        self.manager = KVCacheManager
+        self.block_hasher = get_request_block_hasher
+        self.attention = FullAttentionSpec
+        self.cache_config = KVCacheConfig
+        self.group = KVCacheGroupSpec
+        self.request = Request
+        self.status = RequestStatus
+        self.sampling = SamplingParams(max_tokens=1)
+        self.hash = sha256
+        _without_hash_seed(init_none_hash, sha256)
+
+    def new_manager(self, configuration: Configuration) -> KVCacheManager:
+        """A manager with one group of full attention and a null block on top."""
+        size, blocks = configuration.block_size, configuration.blocks
+        spec = self.attention(block_size=size, num_kv_heads=1, head_size=1, dtype=self.dtype)
+        return self.manager(
+            self.cache_config(
+                num_blocks=blocks + 1,
+                kv_cache_tensors=[],
+                kv_cache_groups=[self.group(["layer"], spec)],
+            ),
+            max_model_len=blocks * size,
+            scheduler_block_size=size,
+            hash_block_size=size,
+            enable_caching=configuration.prefix_caching,
+        )
+
+    def new_request(
+        self,
+        number: int,
+        operation: Admit,
+        media: Sequence[Media],
+        block_hasher: Callable[[Request], list[Any]] | None,
+    ) -> Request:
+        """A waiting request, with the keys of its prompt's full blocks.
+
+        ``media`` are those of the operation, clipped to the prompt and in order.
+        """
+        tokens = prompt_tokens(operation.prompt, operation.media).tolist()
+        adapter = operation.adapter
+        return self.request(
+            request_id=f"request-{number}",
+            prompt_token_ids=tokens,
+            sampling_params=self.sampling,
+            pooling_params=None,
+            arrival_time=0.0,
+            mm_features=[self._feature(item) for item in media],
+            # The two strings must be different objects, here and always: keys are digests of
+            # pickles, and a pickle tells a repeated object from an equal one.
+            lora_request=self.lora_request(f"adapter-{adapter}", adapter, f"/adapters/{adapter}")
+            if adapter
+            else None,
+            cache_salt=f"salt-{operation.salt}" if operation.salt else None,
+            block_hasher=block_hasher,
+        )
+
+    def _feature(self, item: Media) -> Any:
+        return self.feature(
+            data=None,
+            modality="image",
+            identifier=f"item-{item.item}",
+            mm_position=self.placeholder(offset=item.start, length=item.length),
+        )
+
+
+def _without_hash_seed(initialize: Callable[[Any], None], hash_function: Any) -> None:
+    """Derive the root of all keys from vLLM's constant, not from PYTHONHASHSEED.
+
+    vLLM reads that variable, but a case must replay alike under any value of it.
+    """
+    seed = os.environ.pop("PYTHONHASHSEED", None)
+    try:
+        initialize(hash_function)
+    finally:
+        if seed is not None:
+            os.environ["PYTHONHASHSEED"] = seed
+
+
+def _overlap(media: Sequence[Media]) -> bool:
+    """Whether any two items, in order of their starts, share a position."""
+    return any(item.start + item.length > following.start for item, following in pairwise(media))
+
+
+# -- the view ----------------------------------------------------------------------------------
+
+
+class _RefCounts(Sequence[int]):
+    """Reference counts by block id, read from vLLM's blocks; the null block's means nothing."""
+
+    def __init__(self, blocks: list[KVCacheBlock]) -> None:
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        block = self._blocks[index]
+        return 0 if block.is_null else block.ref_cnt
+
+
+class _Index(Mapping[bytes, Sequence[int]]):
+    """vLLM's map of keys, whose values are one block, or several by id."""
+
+    def __init__(self, entries: Mapping[bytes, Any]) -> None:
+        self._entries = entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._entries)
+
+    def __getitem__(self, key: bytes) -> Sequence[int]:
+        entry = self._entries[key]
+        return tuple(entry) if isinstance(entry, dict) else (entry.block_id,)
+
+
+class _Live:
+    """A live request: vLLM's object, and how much of it events have told so far."""
+
+    __slots__ = (
+        "computed",
+        "epoch",
+        "number",
+        "request",
+        "rows",
+        "rows_published",
+        "running",
+    )
+
+    def __init__(self, number: int, request: Request) -> None:
+        self.number = number
+        self.request = request
+        self.running = False
+        self.computed = 0
+        """Tokens that retired steps computed, or that a hit brought."""
+        self.epoch = 0
+        self.rows = 0
+        """Rows of its table that were told as reused or allocated."""
+        self.rows_published = 0
+        """Leading rows of its table that were told as published or reused."""
+
+    @property
+    def all_computed(self) -> bool:
+        return self.computed >= self.request.num_tokens
+
+
+class VllmManagerView:
+    """vLLM's state as it is; requests, their progress and steps are the adapter's."""
+
+    def __init__(self, subject: VllmManagerSubject) -> None:
+        self._subject = subject
+        self._pool = subject.manager.block_pool
+        self._ref_counts = _RefCounts(self._pool.blocks)
+
+    def free_count(self, group: int) -> int:
+        return self._pool.get_num_free_blocks()
+
+    def ref_counts(self, group: int) -> Sequence[int]:
+        return self._ref_counts
+
+    def free_blocks(self, group: int) -> Sequence[int]:
+        # Bounded, since the list of a faulty manager may run in a circle.
+        walk = self._pool.free_block_queue.iter_blocks_after(None)
+        return [block.block_id for block in islice(walk, len(self._pool.blocks) + 1)]
+
+    def index(self, group: int) -> Mapping[bytes, Sequence[int]]:
+        return _Index(self._pool.cached_block_hash_to_block._cache)
+
+    def requests(self) -> Sequence[int]:
+        return list(self._subject.live)
+
+    def state(self, request: int) -> RequestState:
+        return "running" if self._subject.live[request].running else "preempted"
+
+    def table(self, request: int, group: int) -> Sequence[int]:
+        return [block.block_id for block in self._subject.table(self._subject.live[request])]
+
+    def length(self, request: int) -> int:
+        return self._subject.live[request].request.num_tokens
+
+    def computed(self, request: int) -> int:
+        return self._subject.live[request].computed
+
+    def steps_in_flight(self) -> Sequence[int]:
+        return [step.step for step in self._subject.steps]
+
+    def metrics(self) -> Mapping[str, int]:
+        return {}
+
+    def request_metrics(self, request: int) -> Mapping[str, int]:
+        return {}
+
+
+# -- the subject -------------------------------------------------------------------------------
+
+
+class VllmManagerSubject:
+    """Drives one KVCacheManager as vLLM's scheduler would, one operation at a time.
+
+    Raises SubjectUnavailable where vLLM 0.33 is not installed.
+    """
+
+    name = NAME
+    capabilities = frozenset(KINDS) - {"fork"}
+    semantics = Semantics(
+        groups=1,
+        reserved=(0,),
+        publishes="at_allocation",
+        duplicates="indexed",
+        fences_releases=False,
+        release_order="tail_first",
+        # One queue of free blocks serves both promises: blocks without a key are put in front,
+        # blocks with one behind, and those that lose it (evict takes the first) stay in front.
+        eviction_order="lru",
+        exact_admission=True,
+        exact_hits=True,
+        chunks=False,
+    )
+
+    def __init__(self, configuration: Configuration) -> None:
+        vllm = _vllm()
+        self.configuration = configuration
+        self.manager: KVCacheManager = vllm.new_manager(configuration)
+        self.live: dict[int, _Live] = {}
+        """Live requests by number; numbers count admissions."""
+        self.running: list[_Live] = []
+        """By number, which is the order of first admission."""
+        self.preempted: list[_Live] = []
+        self.steps: deque[StepLaunched] = deque()
+        """In flight, oldest first."""
+        self._vllm = vllm
+        self._pool = self.manager.block_pool
+        self._block_hasher = (
+            vllm.block_hasher(configuration.block_size, vllm.hash)
+            if configuration.prefix_caching
+            else None
+        )
+        self._events: list[Event] = []
+        self._keys: dict[int, bytes] = {}
+        """Findable blocks, and the key under which each was told as published."""
+        self._cached_free: dict[int, None] = {}
+        """Those of them that nobody holds, in the order of vLLM's queue: what evict takes."""
+        self._next_request = 0
+        self._next_step = 0
+        self._view = VllmManagerView(self)
+        self._handlers: dict[type[Operation], Callable[[Any], Outcome]] = {
+            Admit: self._admit,
+            Grow: self._grow,
+            Finish: self._finish,
+            Abort: self._abort,
+            Evict: self._evict,
+            Reset: self._reset,
+            Preempt: self._preempt,
+            Resume: self._resume,
+            Launch: self._launch,
+            Retire: self._retire,
+        }
+
+    def apply(self, operation: Operation) -> Outcome:
+        handler = self._handlers.get(operation.__class__)
+        return handler(operation) if handler else SKIPPED
+
+    def drain_events(self) -> Sequence[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def view(self) -> VllmManagerView:
+        return self._view
+
+    def table(self, live: _Live) -> Sequence[KVCacheBlock]:
+        """vLLM's own block table of a request."""
+        return self.manager.coordinator.get_blocks(live.request.request_id)[0]
+
+    def _rows(self, tokens: int) -> int:
+        return -(-tokens // self.configuration.block_size)
+
+    # -- admission ---------------------------------------------------------------------------
+
+    def _admit(self, operation: Admit) -> Outcome:
+        length = prompt_length(operation.prompt)
+        media = sorted(clip_media(operation.media, length), key=attrgetter("start"))
+        if _overlap(media):
+            return SKIPPED
+        refusal = self._refusal(length)
+        if refusal:
+            return Outcome("refused", refusal)
+        number = self._next_request
+        request = self._vllm.new_request(number, operation, media, self._block_hasher)
+        live = _Live(number, request)
+        if not self._place(live):
+            return Outcome("refused", NO_FREE_BLOCKS)
+        self._next_request += 1
+        self.live[number] = live
+        self.running.append(live)
+        self._events.append(RequestAdmitted(number, length, live.computed))
+        return Outcome("done", None, number, live.computed)
+
+    def _resume(self, operation: Resume) -> Outcome:
+        live = _pick(self.preempted, operation.request)
+        if live is None:
+            return SKIPPED
+        refusal = self._refusal(live.request.num_tokens)
+        if refusal is None and not self._place(live):
+            refusal = NO_FREE_BLOCKS
+        if refusal:
+            return Outcome("refused", refusal, live.number)
+        self.preempted.remove(live)
+        insort(self.running, live, key=_by_number)
+        self._events.append(RequestResumed(live.number, live.computed))
+        return Outcome("done", None, live.number, live.computed)
+
+    def _refusal(self, length: int) -> str | None:
+        """What vLLM's scheduler checks before it asks the manager."""
+        if len(self.running) >= self.configuration.requests:
+            return TOO_MANY_REQUESTS
+        if self._rows(length) > self.configuration.blocks:
+            return LARGER_THAN_POOL
+        return None
+
+    def _place(self, live: _Live) -> bool:
+        """Look up the prefix and allocate slots for the rest; False if vLLM has no blocks."""
+        request = live.request
+        hits, cached_tokens, boundary = self.manager.get_computed_blocks(request)
+        request.shared_prefix_boundary = boundary
+        allocated = self.manager.allocate_slots(
+            request,
+            request.num_tokens - cached_tokens,
+            num_new_computed_tokens=cached_tokens,
+            new_computed_blocks=hits,
+        )
+        if allocated is None:
+            return False
+        request.status = self._vllm.status.RUNNING
+        live.running = True
+        request.num_computed_tokens = live.computed = cached_tokens
+        self._tell_blocks(live, hits.blocks[0])
+        return True
+
+    def _grow(self, operation: Grow) -> Outcome:
+        live = _pick(self.running, operation.request)
+        if live is None:
+            return SKIPPED
+        request = live.request
+        before = request.num_tokens
+        after = before + operation.tokens
+        refused = Outcome("refused", NO_FREE_BLOCKS, live.number)
+        if self._rows(after) > self.configuration.blocks:
+            return refused  # beyond max_model_len, where vLLM would stop the request
+        request.append_output_token_ids(
+            sampled_tokens(operation.choice, before, operation.tokens)
+        )
+        if self.manager.allocate_slots(request, after - request.num_computed_tokens) is None:
+            self._forget_tokens(request, before)
+            return refused
+        self._tell_blocks(live, ())
+        self._events.append(RequestGrown(live.number, operation.tokens))
+        return Outcome("done", None, live.number)
+
+    def _forget_tokens(self, request: Request, length: int) -> None:
+        """Undo an append: vLLM's scheduler would keep the tokens and make room by preemption."""
+        del request._all_token_ids[length:]
+        del request._output_token_ids[length - request.num_prompt_tokens :]
+        del request.block_hashes[length // self.configuration.block_size :]
+
+    # -- the ways out --------------------------------------------------------------------------
+
+    def _finish(self, operation: Finish) -> Outcome:
+        live = _pick(self.running, operation.request)
+        if live is None:
+            return SKIPPED
+        return self._end(live, RequestFinished(live.number))
+
+    def _abort(self, operation: Abort) -> Outcome:
+        live = _pick(list(self.live.values()), operation.request)
+        if live is None:
+            return SKIPPED
+        return self._end(live, RequestAborted(live.number))
+
+    def _end(self, live: _Live, event: Event) -> Outcome:
+        if not live.running:
+            self.preempted.remove(live)
+        elif not live.all_computed:
+            return Outcome("refused", NOT_LAUNCHED, live.number)
+        else:
+            self._release(live)
+            self.running.remove(live)
+        del self.live[live.number]
+        self._events.append(event)
+        return Outcome("done", None, live.number)
+
+    def _preempt(self, operation: Preempt) -> Outcome:
+        live = _pick(self.running, operation.request)
+        if live is None:
+            return SKIPPED
+        if not live.all_computed:
+            return Outcome("refused", NOT_LAUNCHED, live.number)
+        self._release(live)
+        self.running.remove(live)
+        insort(self.preempted, live, key=_by_number)
+        live.running = False
+        live.request.status = self._vllm.status.PREEMPTED
+        live.request.num_computed_tokens = live.computed = 0
+        live.request.num_preemptions += 1
+        live.epoch += 1
+        self._events.append(RequestPreempted(live.number))
+        return Outcome("done", None, live.number)
+
+    def _release(self, live: _Live) -> None:
+        blocks = list(self.table(live))
+        self.manager.free(live.request)
+        live.rows = live.rows_published = 0
+        released = self._order_of_release(blocks)
+        self._events.append(BlocksReleased(0, live.number, released))
+        for block in released:
+            if block in self._keys and self._pool.blocks[block].ref_cnt == 0:
+                self._cached_free[block] = None
+
+    def _order_of_release(self, blocks: list[KVCacheBlock]) -> list[int]:
+        """The order in which a table was given back, as far as the free queue shows it.
+
+        vLLM puts blocks without a key in front of its queue and the others behind, each in the
+        order of their release.  Blocks that somebody else still holds, and blocks that should
+        be in the queue but are not, are told in the order that vLLM promises.
+        """
+        promised = [block.block_id for block in reversed(blocks)]
+        freed = {block.block_id for block in blocks if block.ref_cnt == 0}
+        queue = self._pool.free_block_queue
+        front = list(_take_while_in(freed, queue.fake_free_list_head, "next_free_block"))
+        back = list(_take_while_in(freed, queue.fake_free_list_tail, "prev_free_block"))
+        seen = front + back[::-1]
+        in_queue = set(seen)
+        if seen == [block for block in promised if block in in_queue]:
+            return promised
+        return seen + [block for block in promised if block not in in_queue]
+
+    # -- the prefix cache ----------------------------------------------------------------------
+
+    def _evict(self, operation: Evict) -> Outcome:
+        victims = list(islice(self._cached_free, operation.blocks))
+        self.manager.evict_blocks(set(victims))
+        return Outcome("done", count=self._tell_evicted(victims, "request"))
+
+    def _reset(self, operation: Reset) -> Outcome:
+        cached = list(self._cached_free)
+        if not self.manager.reset_prefix_cache():
+            return Outcome("refused", BLOCKS_IN_USE)
+        return Outcome("done", count=self._tell_evicted(cached, "reset"))
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def _launch(self, operation: Launch) -> Outcome:
+        if len(self.steps) >= self.configuration.run_ahead:
+            return Outcome("refused", RUN_AHEAD_LIMIT)
+        self.manager.new_step_starts()
+        items = [
+            self._schedule(live)
+            for live in self.running
+            if live.request.num_computed_tokens < live.request.num_tokens
+        ]
+        if not items:
+            return Outcome("refused", NOTHING_TO_RUN)
+        step = StepLaunched(self._next_step, items)
+        self._next_step += 1
+        self.steps.append(step)
+        self._events.append(step)
+        return Outcome("done", count=sum(item.end - item.start for item in items))
+
+    def _schedule(self, live: _Live) -> StepItem:
+        """One request's part of a step; vLLM counts its tokens as computed from here on."""
+        request = live.request
+        start, end = request.num_computed_tokens, request.num_tokens
+        request.num_computed_tokens = end
+        request.num_in_flight_tokens += end - start
+        # A copy: vLLM does not promise that its lists stay as they are.
+        table = [block.block_id for block in self.table(live)]
+        return StepItem(live.number, live.epoch, start, end, (table,))
+
+    def _retire(self, operation: Retire) -> Outcome:
+        if not self.steps:
+            return SKIPPED
+        step = self.steps.popleft()
+        for item in step.items:
+            # It is running still: none is given back before all of its tokens are computed.
+            live = self.live[item.request]
+            live.computed = item.end
+            live.request.num_in_flight_tokens -= item.end - item.start
+        self._events.append(StepRetired(step.step))
+        return Outcome("done", count=len(step.items))
+
+    # -- events, derived from vLLM's state -------------------------------------------------------
+
+    def _tell_blocks(self, live: _Live, hits: Sequence[KVCacheBlock]) -> None:
+        """Tell the new rows of a request's table, in the order in which vLLM filled them:
+        hits touched, old content of taken blocks evicted, blocks taken, keys published.
+        """
+        table = self.table(live)
+        first = live.rows
+        reused = 0
+        for block, hit in zip(table, hits, strict=False):
+            if block is not hit:
+                break
+            reused += 1
+        if reused:
+            blocks = [block.block_id for block in table[:reused]]
+            self._events.append(BlocksReused(0, live.number, 0, blocks))
+            self._not_free(blocks)
+            first = live.rows_published = reused
+        taken = [block.block_id for block in table[first:]]
+        if taken:
+            if self._keys:
+                self._tell_taken(live, first, taken)
+            self._events.append(BlocksAllocated(0, live.number, first, taken))
+        live.rows = len(table)
+        if self.configuration.prefix_caching:
+            self._tell_published(live, table)
+
+    def _not_free(self, blocks: list[int]) -> None:
+        if self._cached_free:
+            for block in blocks:
+                self._cached_free.pop(block, None)
+
+    def _tell_taken(self, live: _Live, first: int, taken: list[int]) -> None:
+        """Tell which of the blocks taken lost content that was findable."""
+        self._not_free(taken)
+        full = live.request.num_tokens // self.configuration.block_size
+        for row, block in enumerate(taken, start=first):
+            key = self._keys.get(block)
+            # A full block was published again in the same call, maybe under the very key that
+            # it had: vLLM does so only if the old one is gone.
+            if key is not None and (row < full or not self._is_findable(block, key)):
+                del self._keys[block]
+                self._events.append(BlockEvicted(0, block, key, "pressure"))
+
+    def _tell_evicted(self, blocks: list[int], cause: Any) -> int:
+        """Tell which of these blocks, none of them held, are not findable any more."""
+        lost = [block for block in blocks if not self._is_findable(block, self._keys[block])]
+        for block in lost:
+            del self._cached_free[block]
+            self._events.append(BlockEvicted(0, block, self._keys.pop(block), cause))
+        return len(lost)
+
+    def _tell_published(self, live: _Live, table: Sequence[KVCacheBlock]) -> None:
+        """Tell which further rows of a table are findable now."""
+        first = live.rows_published
+        keys: list[bytes] = []
+        for block in islice(table, first, None):
+            key = block.block_hash
+            if key is None or not self._is_findable(block.block_id, key):
+                break
+            keys.append(key)
+            self._keys[block.block_id] = key
+        if keys:
+            end = live.rows_published = first + len(keys)
+            blocks = [block.block_id for block in table[first:end]]
+            self._events.append(BlocksPublished(0, live.number, first, blocks, keys))
+
+    def _is_findable(self, block: int, key: bytes) -> bool:
+        return self._pool.cached_block_hash_to_block.contain(key, block)
+
+
+def _pick(candidates: Sequence[_Live], index: int) -> _Live | None:
+    """The k-th candidate, modulo their number."""
+    return candidates[index % len(candidates)] if candidates else None
+
+
+def _take_while_in(wanted: set[int], end: KVCacheBlock, direction: str) -> Iterator[int]:
+    """Walk a free queue from one of its ends, over blocks of ``wanted``, each removed from it."""
+    block = getattr(end, direction)
+    while block is not None and block.block_id in wanted:
+        wanted.discard(block.block_id)
+        yield block.block_id
+        block = getattr(block, direction)
