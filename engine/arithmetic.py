@@ -35,9 +35,7 @@ def full_blocks(tokens: int, block_size: int) -> int:
 def slot(table: Sequence[int], position: int, block_size: int) -> int:
     """Physical slot of the token at ``position``, found through a block table (seed-systems P04).
 
-    Three blocks are a bound of the proof, not of the use: any list at all has no end of paths.
-
-    pre: len(table) <= 3 and block_size >= 1
+    pre: block_size >= 1
     pre: 0 <= position < len(table) * block_size
     post: __return__ // block_size == table[position // block_size]
     post: __return__ % block_size == position % block_size

@@ -360,9 +360,7 @@ class Engine:
         request.scheduled = start + tokens
         request.steps_in_flight += 1
         request.last_step = self._next_step
-        return StepItem(
-            request.id, request.epoch, start, request.scheduled, tuple(request.tables)
-        )
+        return StepItem(request.id, request.epoch, start, request.scheduled, tuple(request.tables))
 
     def retire(self) -> Outcome | None:
         """The oldest step in flight finishes; None if there is none."""

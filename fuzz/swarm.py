@@ -39,14 +39,14 @@ with budgets; prompts with diverging tails; prompts near the pool's size; few ru
 _WEIGHTS = (0, 1, 1, 3, 9)
 _ESSENTIAL = ("admit", "grow", "launch", "retire")
 _BASE_WEIGHTS = {
-    "admit": 2,
+    "admit": 3,
     "grow": 5,
-    "finish": 1,
-    "abort": 0.5,
-    "fork": 0.5,
+    "finish": 0.8,
+    "abort": 0.3,
+    "fork": 1,
     "evict": 0.3,
     "reset": 0.2,
-    "preempt": 0.5,
+    "preempt": 0.4,
     "resume": 0.7,
     "launch": 2.5,
     "retire": 2.5,

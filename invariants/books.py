@@ -266,9 +266,7 @@ class Books:
         """Tags of the prompt that asks to be admitted; not to be changed."""
         known, tags = self._tags_of
         if known is not operation:
-            tags = prompt_tags(
-                operation.prompt, operation.salt, operation.adapter, operation.media
-            )
+            tags = prompt_tags(operation.prompt, operation.salt, operation.adapter, operation.media)
             self._tags_of = (operation, tags)
         return tags
 

@@ -65,9 +65,7 @@ class Checker:
         }
         """Operations observed, by kind and status."""
         view = subject.view()
-        self.checks = [
-            check(self.books, shadows, view, self.violations.append) for check in checks
-        ]
+        self.checks = [check(self.books, shadows, view, self.violations.append) for check in checks]
         self.goals = Goals(self.books)
         self._interval = audit_interval(configuration.blocks) if interval is None else interval
         self._until_audit = self._interval

@@ -24,7 +24,8 @@ TOO_MANY_REQUESTS = "too_many_requests"
 LARGER_THAN_POOL = "larger_than_pool"
 """The request could not fit an empty pool: it can never be admitted."""
 NOT_LAUNCHED = "not_launched"
-"""The subject cannot release a request whose allocated tokens were not yet part of a step."""
+"""The subject releases only requests that are computed to their end: no token of theirs waits for
+a step or is in one."""
 
 
 class Outcome(Struct, frozen=True, gc=False, omit_defaults=True):

@@ -1,7 +1,7 @@
 """What a prompt's segments and a grow's choice mean in tokens.
 
 Tokens are a pure function of small integers, so that a case stays short and two prompts share a
-prefix exactly when their segments say so.  Long segments are expanded with numpy; both ways give
+prefix exactly when their segments say so.  Long prompts are expanded with numpy; both ways give
 the same tokens (a test holds them together).
 """
 
@@ -17,8 +17,8 @@ from kvproof.invariants.operations import Media, Segment
 PLACEHOLDER = 151_655
 """The token that stands for every piece of every media item, as in real vocabularies."""
 
-_STREAM = 544
-"""Segments up to this length (Mooncake's 512 included) are cut from a remembered stream."""
+_STREAM = 1024
+"""Prompts up to this length are cut from remembered streams."""
 
 _MULTIPLIER = 0x9E3779B1
 _INCREMENT = 0x85EBCA6B
@@ -47,8 +47,9 @@ def prompt_length(prompt: tuple[Segment, ...]) -> int:
 def prompt_tokens(prompt: tuple[Segment, ...], media: tuple[Media, ...] = ()) -> array[int]:
     """The prompt's tokens, a new ``array("I")``."""
     tokens = array("I")
+    short = prompt_length(prompt) <= _STREAM
     for segment in prompt:
-        if segment.length <= _STREAM:
+        if short:
             tokens += _stream(segment.source)[: segment.length]
         else:
             tokens.frombytes(_long_segment(segment.source, segment.length))
@@ -70,9 +71,7 @@ def clip_media(media: tuple[Media, ...], length: int) -> tuple[Media, ...]:
 def sampled_tokens(choice: int, position: int, count: int) -> list[int]:
     """The tokens that ``choice`` samples from ``position`` on; equal choices continue equally."""
     base = choice * _INCREMENT + 0x1234567
-    return [
-        (base + p * _MULTIPLIER) >> 5 & _TOKEN_MASK for p in range(position, position + count)
-    ]
+    return [(base + p * _MULTIPLIER) >> 5 & _TOKEN_MASK for p in range(position, position + count)]
 
 
 def sampled_token(choice: int, position: int) -> int:

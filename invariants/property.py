@@ -111,9 +111,7 @@ class Check:
         request: int | None = None,
     ) -> None:
         """Report a violation of this check's property."""
-        self._report(
-            Violation(self.id(), message, group=group, block=block, request=request)
-        )
+        self._report(Violation(self.id(), message, group=group, block=block, request=request))
 
     def concludes(self, kind: type[Operation], status: Status) -> bool:
         """Whether ``conclude`` has anything to say about such an operation."""

@@ -27,9 +27,7 @@ class Shadow:
         self.block_size = block_size
         self.content: Tags[int] = array("Q", [UNWRITTEN]) * (ids * block_size)
         self._rows = np.frombuffer(self.content, dtype=np.uint64).reshape(ids, block_size)
-        self._poison_rows = {
-            poison: array("Q", [poison]) * block_size for poison in POISON_NAMES
-        }
+        self._poison_rows = {poison: array("Q", [poison]) * block_size for poison in POISON_NAMES}
 
     def write(self, tags: Tags[int], start: int, end: int, table: Sequence[int]) -> None:
         """Positions ``start`` to ``end`` land in the slots that ``table`` names."""
@@ -43,7 +41,7 @@ class Shadow:
             last = end // size * size
             if position < last:
                 rows = np.frombuffer(tags, dtype=np.uint64)[position:last].reshape(-1, size)
-                self._rows[table[position // size : last // size]] = rows
+                self._rows[list(table[position // size : last // size])] = rows
             self._write_rows(tags, start, min(position, end), table)
             position = max(position, last)
         self._write_rows(tags, position, end, table)
@@ -60,9 +58,8 @@ class Shadow:
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first ``tokens`` slots of a block."""
         size, content = self.block_size, self.content
-        content[target * size : target * size + tokens] = content[
-            source * size : source * size + tokens
-        ]
+        for offset in range(tokens):  # fewer than a block: only a partial block is copied
+            content[target * size + offset] = content[source * size + offset]
 
     def poison(self, blocks: Sequence[int], poison: int) -> None:
         """Nobody's bytes are in these blocks any more."""
@@ -82,9 +79,7 @@ class Shadow:
             stop = min(end, (row + 1) * size)
             slot = table[row] * size + offset
             if content[slot : slot + stop - start] != tags[start:stop]:
-                return next(
-                    p for p in range(start, stop) if content[slot + p - start] != tags[p]
-                )
+                return next(p for p in range(start, stop) if content[slot + p - start] != tags[p])
             start = stop
         return None
 
@@ -93,7 +88,7 @@ class Shadow:
     ) -> int | None:
         size = self.block_size
         first_row = start // size
-        rows = self._rows[table[first_row : -(-end // size)]].reshape(-1)
+        rows = self._rows[list(table[first_row : -(-end // size)])].reshape(-1)
         offset = first_row * size
         expected = np.frombuffer(tags, dtype=np.uint64)[start:end]
         differ = np.flatnonzero(rows[start - offset : end - offset] != expected)

@@ -45,9 +45,11 @@ class Semantics(Struct, frozen=True):
     """When a full block becomes findable.  ``at_allocation`` is legal in an engine whose step
     writes before it reads; there content is checked once the step that owes it is retired."""
     duplicates: Literal["private", "indexed"] = "private"
-    """A block equal to a findable one: stays out of the index, or is indexed beside it."""
+    """A block equal to a findable one: stays out of the index, or is indexed beside it; a hit
+    then reuses the one that was indexed first."""
     fences_releases: bool = True
-    """Blocks of a step in flight are not free before the step is retired."""
+    """A request may end or be preempted while a step carries it; its blocks are not free before
+    the step is retired.  Otherwise it may do so only when all its tokens are computed."""
     release_order: Literal["tail_first", "any"] = "tail_first"
     """A request gives back its last block first, so that prefixes outlive their extensions."""
     eviction_order: Literal["lru", "any"] = "lru"
@@ -63,6 +65,20 @@ class Semantics(Struct, frozen=True):
     """Names of the metrics that ``View.metrics`` exports and that the model recomputes."""
     exports_per_request: tuple[str, ...] = ()
     """The same for ``View.request_metrics``."""
+    runs_ahead: bool = True
+    """A step may be launched while another is in flight."""
+    separates_media: bool = True
+    """Media items are part of the keys, and of what an admission may carry."""
+
+    def features(self) -> frozenset[str]:
+        """What situations may need beside operations, by name."""
+        names = {
+            "fences": self.fences_releases,
+            "chunks": self.chunks,
+            "runs-ahead": self.runs_ahead,
+            "media": self.separates_media,
+        }
+        return frozenset(name for name, has in names.items() if has)
 
 
 @runtime_checkable

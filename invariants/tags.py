@@ -20,7 +20,7 @@ from hashlib import blake2b
 import numpy as np
 
 from kvproof.invariants.operations import Media, Segment
-from kvproof.invariants.prompts import prompt_tokens
+from kvproof.invariants.prompts import prompt_length, prompt_tokens
 
 Tags = array  # array("Q"), one tag per token position
 
@@ -29,8 +29,10 @@ _P = 0x9E3779B97F4A7C15
 _P_INVERSE = pow(_P, -1, 1 << 64)
 _MIX = 0xD6E8FEB86659FD93
 
-_STEM = 544
-"""Prompts up to about this length are cut from remembered tags, and continued in Python."""
+_STEM = 1024
+"""First segments up to this length are cut from remembered tags …"""
+_TAIL = 64
+"""… and the rest, up to this length, is continued in Python; beyond, numpy is faster."""
 
 # Poison: what a slot holds while nobody's bytes are in it.  No tag equals one, but by a chance of
 # one in 2^64.
@@ -68,14 +70,12 @@ def prompt_tags(
 ) -> Tags[int]:
     """Tags of a prompt's positions; the caller must copy before it changes them."""
     stem = prompt[0]
-    if stem.length > _STEM or media:
+    tail_length = prompt_length(prompt) - stem.length
+    if media or stem.length > _STEM or tail_length > _TAIL:
         return _bulk_tags(prompt, salt, adapter, media)
     tags: Tags[int] = _stem_tags(salt, adapter, stem.source)[: stem.length]
-    for i, segment in enumerate(prompt[1:], start=2):
-        if segment.length > _STEM:
-            return _bulk_tags(prompt, salt, adapter, media)
-        tokens = prompt_tokens(prompt[i - 1 : i])
-        extend_tags(tags, tags[-1], tokens)
+    if tail_length:
+        extend_tags(tags, tags[-1], prompt_tokens(prompt[1:]))
     return tags
 
 

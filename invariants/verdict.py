@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import Struct
@@ -14,6 +15,25 @@ _RANK: dict[Verdict, int] = {"pass": 0, "unknown": 1, "fail": 2}
 def merge(*verdicts: Verdict) -> Verdict:
     """fail dominates unknown dominates pass."""
     return max(verdicts, key=_RANK.__getitem__, default="pass")
+
+
+_SPECIFIC_FIRST = (
+    "CRASH",
+    "KEY",
+    "PROV",
+    "EXCL",
+    "VALID",
+    "PIN",
+    "REF",
+    "ORDER",
+    "RESUME",
+    "ATOM",
+    "QUIES",
+    "CONS",
+    "MET",
+    "LIFE",
+    "CAP",
+)
 
 
 class Violation(Struct, frozen=True):
@@ -30,3 +50,16 @@ class Violation(Struct, frozen=True):
     request: int | None = None
     by_audit: bool = False
     """Seen by a full audit only: the operation to blame may be an earlier one."""
+
+
+def primary(violations: Sequence[Violation]) -> Violation:
+    """The violation that says most, of those seen at one operation.
+
+    One mistake often breaks several properties at once; a wrong hit, say, is also a wrong
+    number of cached tokens.
+    """
+    return min(violations, key=lambda violation: _rank_of(violation.property))
+
+
+def _rank_of(name: str) -> int:
+    return _SPECIFIC_FIRST.index(name) if name in _SPECIFIC_FIRST else -1

@@ -32,7 +32,7 @@ class View(Protocol):
         ...
 
     def index(self, group: int) -> Mapping[bytes, Sequence[int]]:
-        """The prefix cache: key to the blocks that are findable under it."""
+        """The prefix cache: key to the blocks that are findable under it; look-up must be cheap."""
         ...
 
     def requests(self) -> Sequence[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvproof.invariants.checker import Checker
 from kvproof.invariants.events import Event
@@ -15,11 +15,9 @@ from kvproof.invariants.operations import (
     kind_of,
 )
 from kvproof.invariants.outcomes import SKIPPED, Outcome
-from kvproof.invariants.subject import Configuration, Subject
+from kvproof.invariants.subject import Subject
 from kvproof.invariants.verdict import Violation
 
-SubjectFactory = Callable[[Configuration], Subject]
-"""Builds a fresh subject; called once per run."""
 
 CRASH = "CRASH"
 """The property that a subject breaks by raising: an operation answers, it does not raise."""

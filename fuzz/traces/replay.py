@@ -1,7 +1,8 @@
 """Replays a request trace over a subject: first come, first served, preemption by recompute.
 
-The driver knows a subject only through operations and their outcomes, and no check at all: the
-caller hands in ``perform``, which applies an operation and may check what it did.  One iteration:
+The driver knows a subject through the operations, their outcomes and a few figures of its view,
+and it knows no check at all: the caller hands in ``perform``, which applies an operation and may
+check what it did.  One iteration:
 
 1. requests that have arrived by now join the waiting ones;
 2. running requests whose output is complete are finished;

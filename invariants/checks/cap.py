@@ -36,6 +36,7 @@ from kvproof.invariants.outcomes import (
 from kvproof.invariants.property import Check, Claim, OperationHandler
 from kvproof.invariants.tags import Tags
 
+
 class Cap(Check):
     """Exact capacity."""
 
@@ -54,8 +55,7 @@ class Cap(Check):
         ),
         Claim(
             "After it grows, a request holds the blocks that its tokens need and no more.",
-            "chapter, life cycle: request grows → capacity accounted; bugs B146, B152; "
-            "survey E06",
+            "chapter, life cycle: request grows → capacity accounted; bugs B146, B152; survey E06",
         ),
         Claim(
             "A hit is the longest findable prefix of full blocks, and at least one token is "
@@ -64,7 +64,7 @@ class Cap(Check):
         ),
         Claim("A request that can never fit is refused as such.", "bug B134; survey K17"),
     )
-    positive_control = "admission-counts-free-hits-twice"
+    positive_control = "boundary-block-too-early"
     concludes_on = (Admit, Resume, Grow, Fork)
     concludes_when = ("done",)
 
@@ -164,10 +164,10 @@ class Cap(Check):
         if hits:
             size, refs = self.block_size, group.refs
             blocks_of, key_of_tag = group.blocks_of, group.key_of_tag
-            # Which of several equal blocks is reused is the subject's choice.
+            # Of several equal blocks the one that was indexed first is reused.
             blocks = [blocks_of[key_of_tag[t]] for t in tags[size - 1 : hits * size : size]]
             self.books.predicted_hits.append((group.group, [equal[0] for equal in blocks]))
-            taken += sum([not any([refs[b] for b in equal]) for equal in blocks])
+            taken += sum([refs[equal[0]] == 0 for equal in blocks])
         return taken <= group.usable - group.referenced
 
     def _grow(self, operation: Grow, outcome: Outcome) -> None:

@@ -73,9 +73,7 @@ class Key(Check):
             request=event.request,
         )
 
-    def _unstable(
-        self, event: BlocksPublished, block: int, known: bytes, key: bytes
-    ) -> None:
+    def _unstable(self, event: BlocksPublished, block: int, known: bytes, key: bytes) -> None:
         self.fail(
             f"block {block} of request {event.request} was published under key "
             f"{key.hex()[:12]}…, but the same prefix had key {known.hex()[:12]}… before",

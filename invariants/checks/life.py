@@ -144,8 +144,7 @@ class Life(Check):
             own = request.tables[group.group]
             if len(table) != len(own) or list(table) != own:
                 self.fail(
-                    f"the table of request {request.id} is {list(table)}, but it was given "
-                    f"{own}",
+                    f"the table of request {request.id} is {list(table)}, but it was given {own}",
                     group=group.group,
                     request=request.id,
                 )

@@ -41,7 +41,7 @@ class Order(Check):
             "bugs B56, B57; survey P09",
         ),
     )
-    positive_control = "hits-do-not-refresh"
+    positive_control = "evicts-the-hottest"
 
     def before_event(self) -> Mapping[type[Event], EventHandler]:
         handlers: dict[type[Event], EventHandler] = {}

@@ -61,6 +61,14 @@ class Prov(Check):
 
     def _copied(self, event: BlockCopied) -> None:
         self.shadows[event.group].copy(event.source, event.target, event.tokens)
+        request = self.books.known.get(event.request)
+        if request is None:
+            return
+        # What was computed in the block must be in its copy, or it will be read from there.
+        start = event.row * self.block_size
+        end = min(request.computed, start + self.block_size)
+        if start < end:
+            self._compare(request, event.group, start, end, request.tables[event.group])
 
     def _released(self, event: BlocksReleased) -> None:
         group = self.books.groups[event.group]
@@ -117,9 +125,7 @@ class Prov(Check):
         # All writes of a step come before its reads: layer by layer, K and V before attention.
         for item, request in step.items:
             for group in groups:
-                self.shadows[group].write(
-                    request.tags, item.start, item.end, item.tables[group]
-                )
+                self.shadows[group].write(request.tags, item.start, item.end, item.tables[group])
         for item, request in step.items:
             for group in groups:
                 self._read(item, request, group)
@@ -158,5 +164,10 @@ class Prov(Check):
             for group in range(len(self.shadows)):
                 table = request.tables[group]
                 end = min(request.computed, len(table) * self.block_size)
+                owed = self.books.groups[group].owed
+                if owed:
+                    # A hit on content that a step has yet to write (see Semantics.publishes).
+                    first = next((r for r, b in enumerate(table) if b in owed), len(table))
+                    end = min(end, first * self.block_size)
                 if end and not self._compare(request, group, 0, end, table):
                     return

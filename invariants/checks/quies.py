@@ -23,7 +23,7 @@ class Quies(Check):
             "reuse; bugs B01, B02, B04, B10, B102; survey E07",
         ),
     )
-    positive_control = "finish-keeps-last-block"
+    positive_control = "finish-forgets-its-table"
     concludes_on = (Finish, Abort, Retire)
     concludes_when = ("done",)
 

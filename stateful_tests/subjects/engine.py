@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from kvproof.engine.engine import Engine
 from kvproof.engine.eviction import EvictionPolicyFactory, LeastRecentlyUsed
@@ -35,6 +36,28 @@ from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.invariants.view import RequestState
 
 
+class _Index(Mapping[bytes, Sequence[int]]):
+    """A pool's prefix index as the view promises it, without a copy."""
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self, blocks: dict[bytes, int]) -> None:
+        self._blocks = blocks
+
+    def __getitem__(self, key: bytes) -> Sequence[int]:
+        return (self._blocks[key],)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def get(self, key: bytes, default: Any = None) -> Any:
+        block = self._blocks.get(key)
+        return default if block is None else (block,)
+
+
 class EngineView:
     """The engine's state as it is, nothing recomputed."""
 
@@ -51,7 +74,7 @@ class EngineView:
         return list(self._engine.pools[group].free_blocks())
 
     def index(self, group: int) -> Mapping[bytes, Sequence[int]]:
-        return {key: (block,) for key, block in self._engine.pools[group].index.items()}
+        return _Index(self._engine.pools[group].index)
 
     def requests(self) -> Sequence[int]:
         return list(self._engine.requests)
@@ -181,5 +204,3 @@ class EngineSubject:
 
     def _retire(self, operation: Retire) -> Outcome:
         return self.engine.retire() or SKIPPED
-
-

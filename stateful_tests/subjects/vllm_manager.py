@@ -10,7 +10,7 @@ How operations map:
 * **Keys are published when slots are allocated**, before any step has computed them.  So a
   request that is given back early would leave keys of KV that no step will ever write.  vLLM's
   scheduler rules this out: it allocates for tokens that it launches in the same call, and gives
-  a request back between steps.  (Preemption by priority broke that rule once, see pull request
+  a request back between steps.  (Preemption by priority breaks that rule, see pull request
   43569 of vllm-project/vllm; that is a scheduler's fault, and a manager's adapter must not
   commit it.)  Therefore finish, abort and preempt of a running request are refused with
   *not_launched* until all of its tokens are computed by retired steps.
@@ -20,6 +20,7 @@ How operations map:
 * **The manager fences nothing.**  Which blocks a step in flight uses is unknown to it; vLLM
   relies on the order of the GPU's stream.  With releases only between a request's steps, no
   block of a step in flight is ever free, at any depth of run-ahead.
+* **Evict** is ``evict_blocks`` of the first cached blocks of vLLM's free queue.
 * A salt is a ``cache_salt``, an adapter a ``LoRARequest``, media are ``mm_features``, cut off
   at the prompt's end.  Media that overlap cannot be said to vLLM: such an admit is *skipped*.
   Fork is not a capability: parallel samples are separate requests in vLLM.
@@ -110,7 +111,7 @@ _by_number = attrgetter("number")
 
 
 @lru_cache(maxsize=1)
-def _vllm() -> _Vllm:
+def load_vllm() -> _Vllm:
     """Import vLLM, once per process; raises SubjectUnavailable where that cannot be."""
     try:
         found = version("vllm")
@@ -302,7 +303,12 @@ class _Live:
 
     @property
     def all_computed(self) -> bool:
-        return self.computed >= self.request.num_tokens
+        return self.computed >= self.length
+
+    @property
+    def length(self) -> int:
+        length: int = self.request.num_tokens
+        return length
 
 
 class VllmManagerView:
@@ -314,7 +320,8 @@ class VllmManagerView:
         self._ref_counts = _RefCounts(self._pool.blocks)
 
     def free_count(self, group: int) -> int:
-        return self._pool.get_num_free_blocks()
+        count: int = self._pool.get_num_free_blocks()
+        return count
 
     def ref_counts(self, group: int) -> Sequence[int]:
         return self._ref_counts
@@ -337,7 +344,7 @@ class VllmManagerView:
         return [block.block_id for block in self._subject.table(self._subject.live[request])]
 
     def length(self, request: int) -> int:
-        return self._subject.live[request].request.num_tokens
+        return self._subject.live[request].length
 
     def computed(self, request: int) -> int:
         return self._subject.live[request].computed
@@ -379,7 +386,7 @@ class VllmManagerSubject:
     )
 
     def __init__(self, configuration: Configuration) -> None:
-        vllm = _vllm()
+        vllm = load_vllm()
         self.configuration = configuration
         self.manager: KVCacheManager = vllm.new_manager(configuration)
         self.live: dict[int, _Live] = {}
@@ -430,7 +437,10 @@ class VllmManagerSubject:
 
     def table(self, live: _Live) -> Sequence[KVCacheBlock]:
         """vLLM's own block table of a request."""
-        return self.manager.coordinator.get_blocks(live.request.request_id)[0]
+        tables: tuple[list[KVCacheBlock], ...] = self.manager.coordinator.get_blocks(
+            live.request.request_id
+        )
+        return tables[0]
 
     def _rows(self, tokens: int) -> int:
         return -(-tokens // self.configuration.block_size)
@@ -507,9 +517,7 @@ class VllmManagerSubject:
         refused = Outcome("refused", NO_FREE_BLOCKS, live.number)
         if self._rows(after) > self.configuration.blocks:
             return refused  # beyond max_model_len, where vLLM would stop the request
-        request.append_output_token_ids(
-            sampled_tokens(operation.choice, before, operation.tokens)
-        )
+        request.append_output_token_ids(sampled_tokens(operation.choice, before, operation.tokens))
         if self.manager.allocate_slots(request, after - request.num_computed_tokens) is None:
             self._forget_tokens(request, before)
             return refused
@@ -704,7 +712,7 @@ class VllmManagerSubject:
         """Tell which further rows of a table are findable now."""
         first = live.rows_published
         keys: list[bytes] = []
-        for block in islice(table, first, None):
+        for block in table[first:]:
             key = block.block_hash
             if key is None or not self._is_findable(block.block_id, key):
                 break
@@ -716,7 +724,8 @@ class VllmManagerSubject:
             self._events.append(BlocksPublished(0, live.number, first, blocks, keys))
 
     def _is_findable(self, block: int, key: bytes) -> bool:
-        return self._pool.cached_block_hash_to_block.contain(key, block)
+        found: bool = self._pool.cached_block_hash_to_block.contain(key, block)
+        return found
 
 
 def _pick(candidates: Sequence[_Live], index: int) -> _Live | None:

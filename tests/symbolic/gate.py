@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from typing import Literal, NamedTuple
 
 Verdict = Literal["confirmed", "refuted", "not confirmed", "not seen"]
 """*Not seen*: no input reached the condition, or it could not be evaluated."""
+
+# Start-up costs as much as a few functions do, hence few processes for many targets.
+PROCESSES = 2
 
 POST = re.compile(r"\s*post:(?P<contract>.+)")
 SAYING = re.compile(r"(?P<file>.+?):(?P<line>\d+): (?:info|error): (?P<text>.*)")
@@ -63,16 +67,14 @@ def examine(
     *,
     condition_seconds: float = 30.0,
     overall_seconds: float = 240.0,
-    processes: int = 2,
 ) -> list[Finding]:
     """Run CrossHair over the targets and give a finding for each of their conditions.
 
-    Start-up costs as much as a few functions, hence few processes for many targets.
     ``condition_seconds`` is CPU time, ``overall_seconds`` is time on the clock: what has not been
     said by then is *not seen*.
     """
-    shares = [share for share in (targets[i::processes] for i in range(processes)) if share]
-    with ThreadPoolExecutor(processes) as threads:
+    shares = [share for share in (targets[i::PROCESSES] for i in range(PROCESSES)) if share]
+    with ThreadPoolExecutor(PROCESSES) as threads:
         jobs = [
             threads.submit(listen, share, condition_seconds, overall_seconds) for share in shares
         ]
@@ -84,29 +86,23 @@ def examine(
         ]
 
 
-def unproved(findings: Iterable[Finding], listed: Mapping[Target, int]) -> list[str]:
+def unproved(findings: Sequence[Finding], listed: Mapping[Target, int]) -> list[str]:
     """Complaints, none if every listed target has its number of conditions, all confirmed.
 
     The number is what exposes a ``post:`` that a typo has taken out of sight.
     """
-    found: dict[Target, int] = dict.fromkeys(listed, 0)
-    complaints = []
-    for finding in findings:
-        found[finding.target] = found.get(finding.target, 0) + 1
-        if finding.verdict != "confirmed":
-            complaints.append(str(finding))
-    for target, conditions in found.items():
-        if conditions != listed.get(target, 0):
-            complaints.append(
-                f"{target}: {listed.get(target, 0)} conditions listed, {conditions} found"
-            )
-    return complaints
+    counts = Counter(finding.target for finding in findings)
+    return [str(finding) for finding in findings if finding.verdict != "confirmed"] + [
+        f"{target}: {conditions} conditions listed, {counts[target]} found"
+        for target, conditions in listed.items()
+        if counts[target] != conditions
+    ]
 
 
 def listen(
     targets: Sequence[Target], condition_seconds: float, overall_seconds: float
 ) -> list[Saying]:
-    """What one CrossHair process says about the targets; what cannot be parsed goes to stderr."""
+    """What one CrossHair process says about the targets; nothing if it runs out of time."""
     command = [sys.executable, "-P", "-m", "crosshair", "check", "--report_all"]
     command += ["--analysis_kind", "PEP316", "--per_condition_timeout", str(condition_seconds)]
     command += map(str, targets)

@@ -82,6 +82,12 @@ ARITHMETIC = (
         "table[min((position + 1) // block_size, len(table) - 1)] *",
     ),
     Fault(
+        "slot",
+        "table cut after eight blocks",
+        "table[position // block_size] *",
+        "table[min(position // block_size, 7)] *",
+    ),
+    Fault(
         "hit_tokens",
         "covers the whole prompt",
         "(length - 1) // block_size",
@@ -234,18 +240,9 @@ STEPS = (
         "fresh <= sum(hit.free)",
         "fresh < sum(hit.free)",
     ),
-    Fault(
-        "publish",
-        "a second key for one block",
-        "return index if block in index else [*index, block]",
-        "return [*index, block]",
-    ),
-    Fault(
-        "publish",
-        "leads past the pool",
-        "else [*index, block]",
-        "else [*index, block + 1]",
-    ),
+    Fault("publish", "a second key for one block", "entry > block", "entry >= block"),
+    Fault("publish", "leads past the pool", "*below, block,", "*below, block + 1,"),
+    Fault("publish", "forgets what was there", "*below, block,", "block,"),
     Fault(
         "evict",
         "empties the index",

@@ -2,18 +2,22 @@
 
 Each step takes a pool that satisfies the invariant (``pre:``) and must leave a pool that
 satisfies it, with the promised effect (``post:``).  CrossHair confirms that over all paths for
-every pool of at most three blocks; so no sequence of these steps, however long, breaks one.
+every pool of at most ``BLOCKS`` blocks; so no sequence of these steps, however long, breaks one.
 
 Verifies: the protocol, and ``kvproof.engine.arithmetic`` where a step uses it.
 Does not verify: the code of the engine's pool, which the stateful tests drive.
 
 The invariant is ``sound`` for the pool and ``known`` for the index of the prefix cache.  A step
-takes only the parts that it touches, since each one multiplies the paths.
+takes only the parts that it touches, since each one multiplies the paths.  No ``post:`` calls a
+function that a step calls too, or one mistake could hide in both.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 from kvproof.engine.arithmetic import copy_needed
+
+BLOCKS = 3
 
 
 class Pool(NamedTuple):
@@ -31,27 +35,29 @@ class Pool(NamedTuple):
 
 def sound(pool: Pool) -> bool:
     """No count is negative; a block is in the free list, once, exactly if its count is zero."""
-    return len(pool.free) == len(pool.refs) <= 3 and all(
+    return len(pool.free) == len(pool.refs) <= BLOCKS and all(
         count >= 0 and places == (count == 0)
         for count, places in zip(pool.refs, pool.free, strict=True)
     )
 
 
 def known(index: list[int], blocks: int) -> bool:
-    """Each entry leads to a block of the pool, and no two to the same one."""
-    return len(index) <= blocks <= 3 and all(
-        0 <= block < blocks and index.count(block) == 1 for block in index
+    """The index, blocks that can be found, is a set (ascending) of blocks of the pool."""
+    return len(index) <= blocks <= BLOCKS and all(
+        low < high for low, high in pairwise([-1, *index, blocks])
     )
+
+
+def sound_after(before: Pool, after: Pool, block: int, by: int) -> bool:
+    """The pool is sound, and one reference count changed: that of ``block``, by ``by``."""
+    return sound(after) and after.refs == [
+        count + by * (other == block) for other, count in enumerate(before.refs)
+    ]
 
 
 def changed(counts: list[int], block: int, by: int) -> list[int]:
     """The counts with one of them changed."""
     return [*counts[:block], counts[block] + by, *counts[block + 1 :]]
-
-
-def sound_after(before: Pool, after: Pool, block: int, by: int) -> bool:
-    """The pool is sound, and one reference count changed: that of ``block``, by ``by``."""
-    return sound(after) and after.refs == changed(before.refs, block, by)
 
 
 def allocate(pool: Pool, index: list[int], block: int) -> tuple[Pool, list[int]]:
@@ -98,7 +104,7 @@ def admit(pool: Pool, hits: list[bool], fresh: int) -> Pool | None:
     The hits come first (seed-systems R15, P13): a cached-free block that is hit is no longer
     there to be taken.
 
-    pre: sound(pool) and len(hits) == len(pool.refs) and 0 <= fresh <= 3
+    pre: sound(pool) and len(hits) == len(pool.refs) and 0 <= fresh <= BLOCKS
     post: (__return__ is None) == (untouched_free(pool, hits) < fresh)
     post: __return__ is None or sound(__return__)
     post: __return__ is None or served(pool, __return__, hits) == fresh
@@ -138,22 +144,22 @@ def take(pool: Pool, fresh: int) -> Pool:
 
 
 def publish(index: list[int], blocks: int, block: int) -> list[int]:
-    """Make a full block findable, under a key of its own (seed-systems R04).
-
-    A block that is findable already, as after a shared prefix was computed, is left alone.
+    """Make a full block findable, if it is not already (seed-systems R04).
 
     pre: 0 <= block < blocks and known(index, blocks)
-    post: known(__return__, blocks) and block in __return__ and __return__[: len(index)] == index
+    post: known(__return__, blocks) and block in __return__
+    post: [b for b in __return__ if b != block] == [b for b in index if b != block]
     """
-    return index if block in index else [*index, block]
+    below = [entry for entry in index if entry < block]
+    return [*below, block, *[entry for entry in index if entry > block]]
 
 
 def evict(index: list[int], block: int) -> list[int]:
     """Make a block unfindable, if it is not already, and no other (seed-systems R12).
 
-    pre: known(index, 3)
-    post: known(__return__, 3) and block not in __return__
-    post: len(__return__) == len(index) - (block in index)
+    pre: known(index, BLOCKS)
+    post: known(__return__, BLOCKS) and block not in __return__
+    post: len(__return__) == len(index) - (block in index) and all(b in index for b in __return__)
     """
     return [entry for entry in index if entry != block]
 
@@ -169,20 +175,17 @@ def fork(pool: Pool, held: list[bool]) -> Pool:
     return Pool([count + mine for count, mine in zip(pool.refs, held, strict=True)], pool.free)
 
 
-def write(pool: Pool, last: int, length: int, block_size: int, spare: int) -> tuple[Pool, int]:
+def write(pool: Pool, last: int, length: int, block_size: int, spare: int) -> Pool:
     """Write the token after ``length`` into the partial block ``last``, or into its copy ``spare``.
 
-    Returns the pool and the block that is written, whose only owner is the writer
-    (seed-systems P12, S04).
+    Whichever it is, the writer is its only owner then (seed-systems P12, S04).
 
     pre: sound(pool) and 0 <= last < len(pool.refs) and pool.refs[last] >= 1
     pre: 0 <= spare < len(pool.refs) and pool.free[spare] == 1
     pre: block_size >= 1 and length >= 0 and length % block_size >= 1
-    post: sound(__return__[0]) and sum(__return__[0].refs) == sum(pool.refs)
-    post: __return__[0].refs[__return__[1]] == 1
-    post: (__return__[1] == last) == (pool.refs[last] == 1)
+    post: sound(__return__) and sum(__return__.refs) == sum(pool.refs)
+    post: __return__.refs[spare if pool.refs[last] > 1 else last] == 1
     """
     if not copy_needed(length, block_size, pool.refs[last]):
-        return pool, last
-    refs = changed(changed(pool.refs, spare, 1), last, -1)
-    return Pool(refs, changed(pool.free, spare, -1)), spare
+        return pool
+    return Pool(changed(changed(pool.refs, spare, 1), last, -1), changed(pool.free, spare, -1))

@@ -1,0 +1,109 @@
+"""``kvproof bench engine``: what checking costs, and that it does not grow with the pool.
+
+All figures are CPU seconds of one process on one core.  Machines are shared and noisy, so every
+variant runs the same operation lists in interleaved rounds, and the best round of each counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvproof.fuzz.bench.machine_info import Calibration, MachineInfo, calibrate, machine_info
+from kvproof.fuzz.swarm import Draw, draw_run
+from kvproof.invariants.operations import KINDS, Operation
+from kvproof.invariants.subject import Configuration
+from kvproof.stateful_tests.harness import Harness
+from kvproof.stateful_tests.subjects.engine import EngineSubject
+
+SMALL_RUNS = 300
+LARGE_RUNS = 400
+SMALL_POOL, LARGE_POOL = 1_000, 1_000_000
+
+
+class Measurement(Struct, frozen=True):
+    """One variant."""
+
+    name: str
+    ops: int
+    seconds: float
+    """CPU seconds of its best round."""
+
+    @property
+    def ops_per_second(self) -> float:
+        return self.ops / self.seconds
+
+
+class EngineBench(Struct, frozen=True):
+    """All that ``kvproof bench engine`` measures."""
+
+    ratios: dict[str, float]
+    calibration: Calibration
+    machine: MachineInfo
+    results: list[Measurement]
+
+
+def bench_engine(
+    rounds: int = 5, on_round: Callable[[int], None] = lambda done: None
+) -> EngineBench:
+    """Measure; ``on_round`` hears how many rounds are done."""
+    draws = [draw_run(f"bench/{i}", frozenset(KINDS)) for i in range(SMALL_RUNS)]
+    small = [(draw.configuration, draw.operations) for draw in draws]
+    long = _long_run(draws)
+    variants: dict[str, Callable[[], float]] = {
+        "small pools, checks off": lambda: _time_runs(small, checked=False),
+        "small pools, checks on": lambda: _time_runs(small, checked=True),
+        f"{SMALL_POOL:,} blocks, checks on": lambda: _time_pool(SMALL_POOL, long),
+        f"{LARGE_POOL:,} blocks, checks on": lambda: _time_pool(LARGE_POOL, long),
+    }
+    best = dict.fromkeys(variants, float("inf"))
+    calibration = calibrate()
+    for done in range(rounds):
+        for name, measure in variants.items():
+            best[name] = min(best[name], measure())
+        on_round(done + 1)
+    ops = {name: len(long) if "blocks" in name else _total(small) for name in variants}
+    results = [Measurement(name, ops[name], seconds) for name, seconds in best.items()]
+    off, on, small_pool, large_pool = (best[name] for name in variants)
+    return EngineBench(
+        ratios={"checked_over_unchecked": on / off, "blocks_1m_over_1k": large_pool / small_pool},
+        calibration=calibration,
+        machine=machine_info(),
+        results=results,
+    )
+
+
+def _total(runs: Sequence[tuple[Configuration, list[Operation]]]) -> int:
+    return sum(len(operations) for _, operations in runs)
+
+
+def _time_runs(runs: Sequence[tuple[Configuration, list[Operation]]], *, checked: bool) -> float:
+    """CPU seconds of performing all runs; building subjects and checkers is not counted."""
+    total = 0.0
+    for configuration, operations in runs:
+        harness = Harness(EngineSubject(configuration), checked=checked)
+        started = time.process_time()
+        harness.run(operations)
+        total += time.process_time() - started
+        if harness.violations:
+            raise AssertionError(f"the engine is broken: {harness.violations[0]}")
+    return total
+
+
+def _long_run(draws: Sequence[Draw]) -> list[Operation]:
+    """One list for both large pools: all drawn lists, one after the other."""
+    operations: list[Operation] = []
+    for draw in draws:
+        operations += draw.operations
+    return operations
+
+
+def _time_pool(blocks: int, operations: list[Operation]) -> float:
+    configuration = replace(_LARGE, blocks=blocks)
+    return _time_runs([(configuration, operations)], checked=True)
+
+
+_LARGE = Configuration(block_size=16, requests=64)

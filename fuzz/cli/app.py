@@ -1,0 +1,43 @@
+"""The application: its commands, and what an error looks like."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from kvproof.fuzz.cli import bench, check, faults, invariants, replay, trace
+from kvproof.fuzz.cli.output import EXIT_BAD_INPUT
+from kvproof.invariants.errors import InputError
+
+app = typer.Typer(
+    name="kvproof",
+    help="""Verify a paged KV cache by driving it with operations and checking every step.
+
+    Exit codes: 0 pass, 1 a property is violated, 2 bad usage or input, 3 unknown.""",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command("check")(check.check)
+app.command("trace")(trace.trace)
+app.command("replay")(replay.replay)
+app.command("shrink")(replay.shrink)
+app.command("invariants")(invariants.invariants)
+app.add_typer(faults.app, name="faults")
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    """Entry point: bad input is one clear line and exit code 2, never a traceback."""
+    try:
+        app()
+    except InputError as error:
+        print(f"kvproof: {error}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
+    except BrokenPipeError:
+        # The reader of our output went away, as `head` does: nothing to report to anybody.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -1,0 +1,113 @@
+"""What all commands share: exit codes, JSON with a schema version, tables, progress."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvproof.invariants.verdict import Verdict, Violation
+
+SCHEMA = 1
+"""Version of what ``--json`` prints; raised whenever a key changes its meaning or goes away."""
+
+EXIT_CODES: dict[Verdict, int] = {"pass": 0, "fail": 1, "unknown": 3}
+EXIT_BAD_INPUT = 2
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object for machines.")]
+SeedOption = Annotated[
+    str | None,
+    typer.Option(help="Where random choices start; printed with each result.", show_default="random"),
+]
+
+console = Console(highlight=False, soft_wrap=True)
+stderr = Console(stderr=True, highlight=False)
+
+
+def fresh_seed(seed: str | None) -> str:
+    """The seed asked for, or a new one."""
+    return seed if seed is not None else str(secrets.randbelow(10**9))
+
+
+def print_json(fields: Mapping[str, Any]) -> None:
+    """One JSON object on standard output."""
+    json.dump({"schema": SCHEMA, **fields}, sys.stdout, indent=1)
+    print()
+
+
+def finish(verdict: Verdict) -> NoReturn:
+    """Leave with the verdict's exit code."""
+    raise typer.Exit(EXIT_CODES[verdict])
+
+
+def show_verdict(verdict: Verdict, text: str) -> None:
+    """The line that counts."""
+    colour = {"pass": "green", "fail": "red", "unknown": "yellow"}[verdict]
+    console.print(f"[bold {colour}]{verdict.upper()}[/] {text}")
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table; numbers stand right."""
+    drawn = Table(title=title, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        numeric = bool(rows) and isinstance(rows[0][index], int | float)
+        drawn.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*[_cell(value) for value in row])
+    console.print(drawn)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def violation_fields(
+    violation: Violation, explanation: str, case: str | None
+) -> dict[str, object]:
+    """A violation as ``--json`` prints it."""
+    return {
+        "property": violation.property,
+        "op": violation.op,
+        "message": violation.message,
+        "explanation": explanation,
+        "case": case,
+    }
+
+
+class Bar:
+    """Progress of something that takes a known time or number of steps."""
+
+    def __init__(self, progress: Progress | None, task: TaskID | None) -> None:
+        self._progress = progress
+        self._task = task
+
+    def update(self, completed: float, text: str) -> None:
+        """Where it stands, of the total, and a few words."""
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=completed, text=text)
+
+
+@contextmanager
+def progress_bar(label: str, total: float) -> Iterator[Bar]:
+    """A bar on standard error, on a terminal only."""
+    if not stderr.is_terminal:
+        yield Bar(None, None)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[text]}"),
+    )
+    with Progress(*columns, console=stderr, transient=True) as progress:
+        yield Bar(progress, progress.add_task(label, total=total, text=""))

@@ -1,0 +1,116 @@
+"""``kvproof replay`` and ``kvproof shrink``: what one does with a case file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvproof.fuzz.cli.output import (
+    JsonOption,
+    console,
+    finish,
+    print_json,
+    show_verdict,
+    violation_fields,
+)
+from kvproof.fuzz.replay import Replay
+from kvproof.fuzz.replay import replay as replay_case
+from kvproof.fuzz.shrink import shrink as shrink_case
+from kvproof.invariants.case import Case, dump_case, load_case, save_case
+from kvproof.invariants.story import explain
+
+CaseArgument = Annotated[Path, typer.Argument(help="A case file, as kvproof writes it.")]
+
+
+def replay(
+    case_file: CaseArgument,
+    log: Annotated[
+        bool, typer.Option("--log", help="Print what each operation did, one line each.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a case again: same digest, same verdict, on any machine.
+
+    Example: [bold]kvproof replay kvproof-findings/CONS-1a2b3c4d.json[/]
+    """
+    case = load_case(case_file)
+    result = replay_case(case, record=True)
+    if as_json:
+        print_json(
+            {
+                "digest": result.digest,
+                "verdict": result.verdict,
+                "subject": case.subject,
+                "ops": result.ops,
+                "violations": [
+                    violation_fields(v, _explain(case, result, i), str(case_file))
+                    for i, v in enumerate(result.violations)
+                ],
+                "problem": result.problem,
+            }
+        )
+        finish(result.verdict)
+    if log:
+        for moment in result.moments:
+            console.print(
+                f"{moment.op:5} {moment.operation} → {moment.outcome.status} "
+                f"{moment.outcome.reason or ''}",
+                markup=False,
+            )
+            for event in moment.events:
+                console.print(f"          {event}", markup=False)
+    for index in range(len(result.violations)):
+        console.print(_explain(case, result, index), markup=False)
+    show_verdict(result.verdict, f"{result.ops} operations, digest {result.digest}")
+    if result.problem:
+        console.print(result.problem, markup=False)
+    finish(result.verdict)
+
+
+def _explain(case: Case, result: Replay, index: int) -> str:
+    return explain(result.violations[index], result.moments, case.configuration.block_size)
+
+
+def shrink(
+    case_file: CaseArgument,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the shrunk case goes.", show_default="stdout")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a failing case as short as it gets.
+
+    Example: [bold]kvproof shrink found.json --out small.json[/]
+    """
+    case = load_case(case_file)
+    shrunk = shrink_case(case)
+    if shrunk is None:
+        if as_json:
+            print_json({"verdict": "pass", "subject": case.subject, "ops": len(case.operations)})
+        else:
+            show_verdict("pass", "the case violates nothing: there is nothing to shrink")
+        finish("pass")
+    if out is not None:
+        save_case(shrunk.case, out)
+    if as_json:
+        print_json(
+            {
+                "verdict": "fail",
+                "subject": case.subject,
+                "ops": len(shrunk.case.operations),
+                "replays": shrunk.replays,
+                "property": shrunk.violation.property,
+                "case": None if out is None else str(out),
+            }
+        )
+    elif out is None:
+        print(dump_case(shrunk.case), end="")
+    else:
+        show_verdict(
+            "fail",
+            f"{shrunk.violation.property}: {len(case.operations)} operations became "
+            f"{len(shrunk.case.operations)} in {shrunk.replays} replays; see {out}",
+        )
+    finish("fail")

@@ -1,0 +1,315 @@
+"""Shrinking: the shortest run, in the smallest world, that violates the same property.
+
+Delta debugging over operations, configuration and features.  Since every list of operations is
+valid, deleting and lowering never break a case, and a few hundred replays of milliseconds do.
+Every replay is audited at each operation, so that the case ends at the operation to blame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import asdict, replace
+
+from kvproof.fuzz.faults import fault_by_id
+from kvproof.fuzz.replay import first_violation
+from kvproof.invariants.case import Case
+from kvproof.invariants.operations import (
+    Abort,
+    Admit,
+    AnyOperation,
+    Evict,
+    Finish,
+    Grow,
+    Launch,
+    Media,
+    Operation,
+    Retire,
+    Segment,
+)
+from kvproof.invariants.verdict import Violation, primary
+from kvproof.stateful_tests.subjects import subject_factory
+
+REPLAYS_MAX = 6000
+_PAIRS_UP_TO = 24
+"""Deleting two operations at once is tried in cases up to this length."""
+
+
+class Shrunk(Struct, frozen=True):
+    """The result."""
+
+    case: Case
+    violation: Violation
+    replays: int
+
+
+def shrink(case: Case, *, replays_max: int = REPLAYS_MAX) -> Shrunk | None:
+    """Shrink a failing case; None if it does not fail when audited at each operation."""
+    factory = subject_factory(case.subject)
+    fault = fault_by_id(case.fault) if case.fault else None
+    with fault.installed() if fault else nullcontext():
+        found = first_violation(factory, case, case.operations)
+        if found is None:
+            return None
+        operations, violations = found
+        violation = _of_property(violations, case.violates) or primary(violations)
+        wanted = violation.property
+
+        def attempt(candidate: Case) -> tuple[Case, Violation] | None:
+            result = first_violation(factory, candidate, candidate.operations)
+            same = _of_property(result[1], wanted) if result else None
+            if result is None or same is None:
+                return None
+            return replace(candidate, operations=list(result[0])), same
+
+        search = _Search(
+            replace(case, operations=list(operations), violates=wanted),
+            violation,
+            attempt,
+            replays_max,
+        )
+        search.run()
+    return Shrunk(search.case, search.violation, search.replays)
+
+
+def _of_property(violations: Sequence[Violation], name: str | None) -> Violation | None:
+    return next((v for v in violations if v.property == name), None)
+
+
+Attempt = Callable[[Case], tuple[Case, Violation] | None]
+
+
+class _Search:
+    """Keeps the best case so far; every accepted step makes it smaller."""
+
+    def __init__(
+        self, case: Case, violation: Violation, attempt: Attempt, replays_max: int
+    ) -> None:
+        self.case = case
+        self.violation = violation
+        self.replays = 0
+        self._attempt = attempt
+        self._replays_max = replays_max
+
+    def run(self) -> None:
+        passes = (
+            self._drop_features,
+            self._delete_chunks,
+            self._shrink_the_world,
+            self._lower_configuration,
+            self._lower_arguments,
+            self._delete_pairs,
+            self._substitute,
+        )
+        size = None
+        while size != self._size() and self.replays < self._replays_max:
+            size = self._size()
+            for shrink_pass in passes:
+                shrink_pass()
+
+    def _size(self) -> tuple[int, int, str]:
+        return _size(self.case)
+
+    def _try(self, **changes: Any) -> bool:
+        candidate = replace(self.case, **changes)
+        if self.replays >= self._replays_max:
+            return False
+        self.replays += 1
+        result = self._attempt(candidate)
+        if result is None or _size(result[0]) >= self._size():
+            return False
+        self.case, self.violation = result
+        return True
+
+    def _drop_features(self) -> None:
+        """All operations at once lose a salt, adapter, media, budget, or their tails."""
+        for simplify in _SIMPLIFICATIONS:
+            operations = [simplify(operation) for operation in self.case.operations]
+            if operations != self.case.operations:
+                self._try(operations=operations)
+        for feature in self.case.features:
+            self._try(features=tuple(f for f in self.case.features if f != feature))
+
+    def _delete_chunks(self) -> None:
+        chunk = max(1, len(self.case.operations) // 2)
+        while chunk:
+            start = len(self.case.operations) - chunk
+            while start >= 0:
+                operations = self.case.operations
+                self._try(operations=operations[:start] + operations[start + chunk :])
+                start = min(start, len(self.case.operations)) - chunk
+            chunk //= 2
+
+    def _shrink_the_world(self) -> None:
+        """A smaller pool of smaller blocks, with all lengths cut to fit: in one move.
+
+        A case that needs a full pool survives no single one of these changes.
+        """
+        world = self.case.configuration
+        for block_size in sorted({1, 2, world.block_size}):
+            for rows in (1, 2, 3):
+                operations = [
+                    _cut(operation, rows, block_size, world.block_size)
+                    for operation in self.case.operations
+                ]
+                for blocks in sorted({1, 2, 3, 4, 5, world.blocks}):
+                    if block_size <= world.block_size and blocks <= world.blocks:
+                        smaller = replace(world, blocks=blocks, block_size=block_size)
+                        if self._try(configuration=smaller, operations=operations):
+                            return
+
+    def _lower_configuration(self) -> None:
+        for name, value in asdict(self.case.configuration).items():
+            if name == "kv_bytes_per_token" or isinstance(value, bool):
+                continue
+            for lower in _lower_values(value, lowest=1):
+                configuration = replace(self.case.configuration, **{name: lower})
+                if self._try(configuration=configuration):
+                    break
+
+    def _lower_arguments(self) -> None:
+        index = 0
+        while index < len(self.case.operations):
+            if not self._lower_one(index):
+                index += 1
+
+    def _lower_one(self, index: int) -> bool:
+        operations = self.case.operations
+        for simpler in _simpler(operations[index]):
+            if self._try(operations=[*operations[:index], simpler, *operations[index + 1 :]]):
+                return True
+        return False
+
+    def _substitute(self) -> None:
+        """One or two operations become one plain one: a detour's purpose, got directly."""
+        if len(self.case.operations) > _PAIRS_UP_TO:
+            return
+        for width in (2, 1):
+            start = 0
+            while start + width <= len(self.case.operations):
+                operations = self.case.operations
+                for plain in _PLAIN:
+                    if self._try(
+                        operations=[*operations[:start], plain, *operations[start + width :]]
+                    ):
+                        break
+                start += 1
+
+    def _delete_pairs(self) -> None:
+        if len(self.case.operations) > _PAIRS_UP_TO:
+            return
+        second = len(self.case.operations) - 1
+        while second > 0:
+            for first in range(second):
+                operations = self.case.operations
+                left = [o for i, o in enumerate(operations) if i not in (first, second)]
+                if self._try(operations=left):
+                    break
+            second = min(second, len(self.case.operations)) - 1
+
+
+_PLAIN: tuple[AnyOperation, ...] = (Finish(0), Abort(0), Launch(), Retire(), Evict())
+
+
+def _size(case: Case) -> tuple[int, int, str]:
+    """Fewer operations first, then smaller numbers; the text breaks ties the same way always."""
+    numbers = sum(_weight(operation) for operation in case.operations)
+    world = asdict(case.configuration)
+    numbers += sum(int(v) for k, v in world.items() if k != "kv_bytes_per_token")
+    return len(case.operations), numbers + len(case.features), repr(case.operations)
+
+
+def _weight(value: Any) -> int:
+    if isinstance(value, Struct):
+        return 1 + sum(_weight(getattr(value, name)) for name in value.__struct_fields__)
+    if isinstance(value, tuple):
+        return sum(_weight(item) for item in value)
+    return int(value)
+
+
+def _without_salt(operation: AnyOperation) -> AnyOperation:
+    return replace(operation, salt=0) if isinstance(operation, Admit) else operation
+
+
+def _without_adapter(operation: AnyOperation) -> AnyOperation:
+    return replace(operation, adapter=0) if isinstance(operation, Admit) else operation
+
+
+def _without_media(operation: AnyOperation) -> AnyOperation:
+    return replace(operation, media=()) if isinstance(operation, Admit) else operation
+
+
+def _without_tails(operation: AnyOperation) -> AnyOperation:
+    if isinstance(operation, Admit):
+        return replace(operation, prompt=operation.prompt[:1])
+    return operation
+
+
+def _without_budget(operation: AnyOperation) -> AnyOperation:
+    return replace(operation, budget=0) if isinstance(operation, Launch) else operation
+
+
+_SIMPLIFICATIONS: tuple[Callable[[AnyOperation], AnyOperation], ...] = (
+    _without_salt,
+    _without_adapter,
+    _without_media,
+    _without_tails,
+    _without_budget,
+)
+
+
+def _cut(operation: AnyOperation, rows: int, size: int, old_size: int) -> AnyOperation:
+    """At most ``rows`` blocks of ``size``; lengths keep their place relative to block edges."""
+    if isinstance(operation, Admit):
+        prompt = tuple(
+            replace(segment, length=_cut_length(segment.length, rows, size, old_size))
+            for segment in operation.prompt
+        )
+        return replace(operation, prompt=prompt)
+    if isinstance(operation, Grow):
+        return replace(operation, tokens=_cut_length(operation.tokens, rows, size, old_size))
+    return operation
+
+
+def _cut_length(length: int, rows: int, size: int, old_size: int) -> int:
+    full, rest = divmod(length, old_size)
+    return max(1, min(full, rows) * size + min(rest, size - 1))
+
+
+def _simpler(operation: Operation) -> Iterator[Operation]:
+    """The operation with one argument lowered."""
+    for name in operation.__struct_fields__:
+        value = getattr(operation, name)
+        for lower in _lower_field(name, value):
+            yield replace(operation, **{name: lower})
+
+
+def _lower_field(name: str, value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple):
+        for index in range(len(value)):
+            if name != "prompt" or len(value) > 1:
+                yield value[:index] + value[index + 1 :]
+            for lower in _simpler_item(value[index]):
+                yield (*value[:index], lower, *value[index + 1 :])
+    else:
+        yield from _lower_values(value, lowest=1 if name in _COUNTS else 0)
+
+
+_COUNTS = ("tokens", "samples", "blocks", "length")
+
+
+def _simpler_item(item: Segment | Media) -> Iterator[Segment | Media]:
+    for name in item.__struct_fields__:
+        lowest = 1 if name in _COUNTS else 0
+        for lower in _lower_values(getattr(item, name), lowest):
+            yield replace(item, **{name: lower})
+
+
+def _lower_values(value: int, lowest: int) -> Iterator[int]:
+    """Smallest first, then half, then one less."""
+    for lower in sorted({lowest, lowest + 1, lowest + 2, lowest + 3, value // 2, value - 1}):
+        if lowest <= lower < value:
+            yield lower

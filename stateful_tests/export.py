@@ -1,0 +1,270 @@
+"""What a finding leaves behind: the case, a plain pytest file, and a log to read.
+
+A case that names a seeded fault (see ``kvproof faults``) is exported with it, so that the file
+shows how the fault is found; any other file fails until the defect is mended.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+from uuid import uuid4
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvproof.invariants.case import Case, dump_case, source_of
+from kvproof.invariants.events import (
+    BlockCopied,
+    BlockEvicted,
+    BlocksAllocated,
+    BlocksPublished,
+    BlocksReleased,
+    BlocksReused,
+    BlocksShared,
+    Event,
+    ReleaseFenced,
+    StepItem,
+    StepLaunched,
+    StepRetired,
+)
+from kvproof.invariants.operations import Admit
+from kvproof.invariants.outcomes import Outcome
+from kvproof.invariants.story import Moment
+from kvproof.invariants.verdict import Violation
+
+# -- the pytest file -----------------------------------------------------------------------------
+
+_TEST = '''\
+"""{title}
+
+{body}
+"""
+
+{imports}
+
+CASE = Case(
+    subject={subject!r},
+    configuration={configuration},
+    operations=[
+{operations}
+    ],
+)
+
+
+def test_{name}() -> None:
+    harness = Harness(subject_factory(CASE.subject)(CASE.configuration), audit_interval=1)
+{run}
+    assert not harness.violations, harness.violations[0].message
+'''
+
+
+def pytest_source(case: Case, explanation: str = "") -> str:
+    """A test file that replays the case, and fails as long as it violates a property.
+
+    It imports nothing but kvproof.  ``explanation`` becomes its docstring.
+    """
+    return _TEST.format(
+        title=f"{case.violates or 'A property'} is violated by {case.subject}.",
+        body=_docstring(_wrapped(explanation or "Replays a case of kvproof.")),
+        imports=_imports(case),
+        subject=case.subject,
+        configuration=_source(case.configuration),
+        operations="\n".join(f"        {source_of(o)}," for o in case.operations),
+        name=case_name(case),
+        run=_run(case),
+    )
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(
+        fill(line, 98, break_long_words=False, break_on_hyphens=False) for line in text.splitlines()
+    )
+
+
+def _docstring(text: str) -> str:
+    """Fit to stand in a docstring, on lines of its own."""
+    return text.replace("\\", "\\\\").replace('"""', "'''")
+
+
+def _imports(case: Case) -> str:
+    kinds = {type(operation).__name__ for operation in case.operations}
+    admissions = [operation for operation in case.operations if isinstance(operation, Admit)]
+    if admissions:
+        kinds.add("Segment")
+    if any(operation.media for operation in admissions):
+        kinds.add("Media")
+    lines = [
+        "from kvproof.invariants.case import Case",
+        f"from kvproof.invariants.operations import {', '.join(sorted(kinds))}",
+        "from kvproof.invariants.subject import Configuration",
+        "from kvproof.stateful_tests.harness import Harness",
+        "from kvproof.stateful_tests.subjects import subject_factory",
+    ]
+    if case.fault is not None:
+        lines.insert(0, "from kvproof.fuzz.faults import fault_by_id")
+    return "\n".join(lines)
+
+
+def _run(case: Case) -> str:
+    if case.fault is None:
+        return "    harness.run(CASE.operations)"
+    return (
+        f"    with fault_by_id({case.fault!r}).installed():\n        harness.run(CASE.operations)"
+    )
+
+
+def _source(value: Struct) -> str:
+    """A struct as a Python expression, without what is as by default."""
+    default = type(value)()
+    fields = [
+        f"{name}={getattr(value, name)!r}"
+        for name in value.__struct_fields__
+        if getattr(value, name) != getattr(default, name)
+    ]
+    return f"{type(value).__name__}({', '.join(fields)})"
+
+
+# -- the log -------------------------------------------------------------------------------------
+
+_LEGEND = """\
+r3: request 3, b7: block 7, s2: step 2, [1]: row 1 of the request's block table
++ given   = reused (prefix hit)   & shared with a fork   > copied (copy-on-write)
+- released   * made findable   x evicted   ~ left to the fence of a step in flight"""
+
+
+def log_text(case: Case, explanation: str, moments: Sequence[Moment] = ()) -> str:
+    """The run, one line per operation: what was asked, what was answered, what changed."""
+    rows = [
+        (source_of(moment.operation), _answer(moment.outcome), _changes(moment.events))
+        for moment in moments
+    ] or [(source_of(operation), "", "") for operation in case.operations]
+    asked, answered = (min(60, max(len(row[i]) for row in rows)) for i in (0, 1))
+    lines = [
+        f"{op:>4}  {row[0]:<{asked}}  {row[1]:<{answered}}  {row[2]}".rstrip()
+        for op, row in enumerate(rows)
+    ]
+    world = f"{case.subject}, {_source(case.configuration)}"
+    features = f"features: {', '.join(case.features)}\n" if case.features else ""
+    return (
+        f"{_wrapped(explanation)}\n\n{world}\n{features}\n{_LEGEND}\n\n" + "\n".join(lines) + "\n"
+    )
+
+
+def _answer(outcome: Outcome) -> str:
+    words: list[object] = [outcome.reason or outcome.status]
+    if outcome.request is not None:
+        words.append(f"r{outcome.request}")
+    words += [f"r{child}" for child in outcome.children]
+    if outcome.cached_tokens:
+        words.append(f"{outcome.cached_tokens} cached")
+    if outcome.count:
+        words.append(outcome.count)
+    return " ".join(str(word) for word in words)
+
+
+def _changes(events: Sequence[Event]) -> str:
+    said = (_SAID[type(event)](event) for event in events if type(event) in _SAID)
+    return "; ".join(said)
+
+
+def _blocks(event: Any) -> str:
+    group = f"g{event.group}:" if event.group else ""
+    return group + ",".join(f"b{block}" for block in event.blocks)
+
+
+def _placed(sign: str) -> Callable[[Any], str]:
+    return lambda event: f"{sign}{_blocks(event)} r{event.request}[{event.row}]"
+
+
+def _released(event: BlocksReleased) -> str:
+    fence = "" if event.step is None else f" (fence of s{event.step})"
+    return f"-{_blocks(event)} r{event.request}{fence}"
+
+
+def _copied(event: BlockCopied) -> str:
+    group = f"g{event.group}:" if event.group else ""
+    return f"{group}b{event.source}>b{event.target} r{event.request}[{event.row}]"
+
+
+def _evicted(event: BlockEvicted) -> str:
+    group = f"g{event.group}:" if event.group else ""
+    return f"x{group}b{event.block} ({event.cause})"
+
+
+def _item(item: StepItem) -> str:
+    return f"r{item.request} {item.start}..{item.end - 1}"
+
+
+_SAID: dict[type[Event], Callable[[Any], str]] = {
+    BlocksAllocated: _placed("+"),
+    BlocksReused: _placed("="),
+    BlocksShared: lambda event: f"&{_blocks(event)} r{event.parent} r{event.request}",
+    BlocksPublished: _placed("*"),
+    BlocksReleased: _released,
+    BlockCopied: _copied,
+    BlockEvicted: _evicted,
+    ReleaseFenced: lambda event: f"~r{event.request} s{event.step}",
+    StepLaunched: lambda event: f"s{event.step}: " + ", ".join(map(_item, event.items)),
+    StepRetired: lambda event: f"s{event.step} retired",
+}
+"""Events that say more than the operation and its outcome."""
+
+
+# -- the files -----------------------------------------------------------------------------------
+
+
+def case_name(case: Case, digits: int = 8) -> str:
+    """A name that is the same for the same case: property and digest, fit for a module's name."""
+    digest = sha256(dump_case(case).encode()).hexdigest()[:digits]
+    return f"{(case.violates or 'case').lower()}_{digest}"
+
+
+def write_finding(
+    case: Case,
+    violation: Violation,
+    explanation: str,
+    folder: Path,
+    *,
+    moments: Sequence[Moment] = (),
+) -> list[Path]:
+    """Write the case (``NAME.json``), ``test_NAME.py`` and the log ``NAME.txt``; their paths.
+
+    The same finding is written under the same name, another never over it.  ``moments`` is the
+    recorded run; without it, the log lists only the operations.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    case = replace(case, violates=case.violates or violation.property)
+    text = dump_case(case)
+    name = _free_name(case, text, folder)
+    files = {
+        f"{name}.json": text,
+        f"test_{name}.py": pytest_source(case, explanation),
+        f"{name}.txt": log_text(case, explanation, moments),
+    }
+    for file, content in files.items():
+        _write(folder / file, content)
+    return [folder / file for file in files]
+
+
+def _free_name(case: Case, text: str, folder: Path) -> str:
+    for digits in range(8, 65, 8):
+        name = case_name(case, digits)
+        path = folder / f"{name}.json"
+        if not path.exists() or path.read_text(encoding="utf-8") == text:
+            return name
+    raise FileExistsError(f"{folder}: other content under the names of this case")
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or nothing, also beside another process that writes the same finding."""
+    partial = path.with_name(f".{path.name}.{uuid4().hex[:8]}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,185 @@
+"""From small integers to operations: what the Hypothesis machine draws.
+
+Draws are what a Hypothesis machine spends its time on, so a rule draws two or three small
+integers, and plain functions decode them.  Fields are whole bits, the plainest in the lowest: 0
+decodes to the simplest operation, and clearing high bits, as Hypothesis does when it shrinks,
+takes away one complication after another.  No range is wider than 128, beyond which Hypothesis
+weighs the bounds.
+
+The draws follow the seeded generator's: tiny pools, lengths around the edges of blocks, few
+prompts so that prefixes are hit, and features that are off in many runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+from msgspec import Struct
+
+from kvproof.invariants.operations import (
+    Abort,
+    Admit,
+    AnyOperation,
+    Evict,
+    Finish,
+    Fork,
+    Grow,
+    Launch,
+    Media,
+    Preempt,
+    Reset,
+    Resume,
+    Retire,
+    Segment,
+)
+from kvproof.invariants.subject import Configuration
+
+FEATURES = ("tails", "chunks", "salt", "adapter", "media", "long", "narrow")
+"""What a run may have on: prompts with diverging tails; steps with budgets; prompts under salts,
+adapters, with media; prompts near the pool's size; few running requests.  The names are those of
+the seeded generator, so that a case reads the same from either driver."""
+
+_BLOCK_SIZES = (1, 2, 3, 4, 5, 8, 12, 16)
+_REQUESTS = 64
+"""Limit of running requests where the run is not narrow: more than a small pool admits."""
+_EDGES = (0, 1, -1, 1)
+"""A prompt ends on the edge of a block, or a token off, where the arithmetic is."""
+_STEMS = (0, 0, 1, 2)
+_TAIL_SOURCE = 10
+_ITEMS = (1, 2, 1 + (1 << 16))
+"""Media items, two of which agree in their low bits (bug B47)."""
+
+
+class World(Struct, frozen=True):
+    """What the decoding of a run's arguments depends on."""
+
+    configuration: Configuration
+    features: tuple[str, ...] = ()
+
+
+WORLD_ARGUMENTS: Mapping[str, SearchStrategy[int]] = {
+    "blocks": st.integers(6, 33),
+    "block_size": st.sampled_from(_BLOCK_SIZES),
+    "run_ahead": st.integers(1, 3),
+    "requests": st.integers(0, 3),
+    "features": st.integers(0, (1 << len(FEATURES)) - 1),
+}
+"""Strategies for the arguments of :func:`world`."""
+
+
+def world(blocks: int, block_size: int, run_ahead: int, requests: int, features: int) -> World:
+    """The world of one run; ``features`` has a bit for each of ``FEATURES``."""
+    on = tuple(name for bit, name in enumerate(FEATURES) if features >> bit & 1)
+    configuration = Configuration(
+        blocks=blocks,
+        block_size=block_size,
+        requests=1 + requests if "narrow" in on else _REQUESTS,
+        run_ahead=run_ahead,
+    )
+    return World(configuration, on)
+
+
+def _admit(world: World, prompt: int, identity: int) -> Admit:
+    """``prompt``: edge (2 bits), rows (3), stem (2).  ``identity``: tail (2 bits), salt (2),
+    adapter (1), media (2); each counts only where its feature is on."""
+    features = world.features
+    stem = Segment(_STEMS[prompt >> 5], _stem_length(world, prompt))
+    if not identity or not features:
+        return Admit((stem,))
+    tail = identity & 3 if "tails" in features else 0
+    media = identity >> 5 if "media" in features else 0
+    return Admit(
+        (stem, _tail(world, tail)) if tail else (stem,),
+        salt=(identity >> 2 & 3) % 3 if "salt" in features else 0,
+        adapter=identity >> 4 & 1 if "adapter" in features else 0,
+        media=_media(world, prompt, media) if media else (),
+    )
+
+
+def _stem_length(world: World, prompt: int) -> int:
+    blocks, size = world.configuration.blocks, world.configuration.block_size
+    rows = prompt >> 2 & 7
+    if rows >= 6 and "long" in world.features:
+        rows += blocks - 6  # all of the pool, or a block more than there is
+    else:
+        rows = 1 + rows % (blocks // 2)
+    return max(1, rows * size + _EDGES[prompt & 3])
+
+
+def _tail(world: World, tail: int) -> Segment:
+    """One token of either of two sources, or more than a block."""
+    length = 1 if tail < 3 else world.configuration.block_size + 1
+    return Segment(_TAIL_SOURCE + (tail & 1), length)
+
+
+def _media(world: World, prompt: int, media: int) -> tuple[Media, ...]:
+    start = prompt % _stem_length(world, prompt)
+    return (Media(_ITEMS[media - 1], start, 1 + world.configuration.block_size),)
+
+
+def _grow(world: World, request: int, growth: int) -> Grow:
+    """``growth``: choice (1 bit), tokens (3)."""
+    size = world.configuration.block_size
+    tokens = (1, 1, 1, 2, 1, size, 1, size + 1)[growth >> 1]
+    return Grow(request, tokens, growth & 1)
+
+
+def _evict(world: World, blocks: int) -> Evict:
+    return Evict((1, 2, 4, world.configuration.blocks)[blocks])
+
+
+def _launch(world: World, budget: int) -> Launch:
+    return Launch(budget if "chunks" in world.features else 0)
+
+
+class Recipe(Struct, frozen=True):
+    """How one kind of operation is drawn."""
+
+    build: Callable[..., AnyOperation]
+    """From the world and the arguments to the operation."""
+    arguments: Mapping[str, SearchStrategy[Any]] = {}
+
+
+_REQUEST = {"request": st.integers(0, 7)}
+
+RECIPES: Mapping[str, Recipe] = {
+    "admit": Recipe(_admit, {"prompt": st.integers(0, 127), "identity": st.integers(0, 127)}),
+    "grow": Recipe(_grow, _REQUEST | {"growth": st.integers(0, 15)}),
+    "finish": Recipe(lambda world, request: Finish(request), _REQUEST),
+    "abort": Recipe(lambda world, request: Abort(request), _REQUEST),
+    "fork": Recipe(
+        lambda world, request, more: Fork(request, 1 + more), _REQUEST | {"more": st.booleans()}
+    ),
+    "evict": Recipe(_evict, {"blocks": st.integers(0, 3)}),
+    "reset": Recipe(lambda world: Reset()),
+    "preempt": Recipe(lambda world, request: Preempt(request), _REQUEST),
+    "resume": Recipe(lambda world, request: Resume(request), _REQUEST),
+    "launch": Recipe(_launch, {"budget": st.integers(0, 31)}),
+    "retire": Recipe(lambda world: Retire()),
+}
+"""Every kind of operation, by its name."""
+
+FOLLOW_UPS = st.integers(0, 127)
+"""Strategy for the argument of :func:`follow_up`."""
+
+
+def follow_up(world: World, then: int) -> tuple[AnyOperation, ...]:
+    """What a rule does besides its own operation: nothing (0), or one that keeps a run going.
+
+    Hypothesis switches whole rules off for a run (swarm testing): admit, launch or retire in
+    three runs of four, which then reach next to nothing.  So every rule can bring them.
+    ``then``: kind (3 bits), prompt or request (4 bits).
+    """
+    kind, argument = then & 7, then >> 3
+    if kind == 0:
+        return ()
+    if kind <= 2:
+        return (_admit(world, argument * kind, 0),)
+    if kind <= 4:
+        return (_grow(world, argument & 7, argument >> 3),)
+    if kind == 5:
+        return (Launch(),)
+    return (Launch(), Retire())
