@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Literal
 
 from kvproof.engine.eviction import EvictionPolicy
-from kvproof.invariants.events import BlockEvicted, Event
+from kvproof.invariants.events import BlocksEvicted, Event
 
 NULL_BLOCK = 0
 
@@ -60,11 +60,12 @@ class BlockPool:
         """Hand out free blocks, each with one reference; their old content is not findable."""
         if count > self.free_count:
             raise PoolExhaustedError(f"{count} blocks wanted, {self.free_count} free")
-        taken = []
-        for _ in range(count):
-            block = self._empty.pop() if self._empty else self._evict(self._cached.victim())
+        empty = self._empty
+        taken = [empty.pop() for _ in range(min(count, len(empty)))]
+        if len(taken) < count:
+            taken += self._evict(count - len(taken), "pressure")
+        for block in taken:
             self.ref_counts[block] = 1
-            taken.append(block)
         self.free_count -= count
         return taken
 
@@ -115,24 +116,32 @@ class BlockPool:
 
     def evict(self, count: int, cause: Literal["request", "reset"]) -> int:
         """Make up to ``count`` cached-free blocks empty-free; says how many."""
-        evicted = 0
-        while evicted < count and len(self._cached):
-            self._empty.append(self._evict(self._cached.victim(), cause))
-            evicted += 1
-        return evicted
+        evicted = self._evict(min(count, len(self._cached)), cause)
+        self._empty += evicted
+        return len(evicted)
 
     def free_blocks(self) -> Iterator[int]:
         """All free blocks, in the order in which :meth:`take` would hand them out."""
         return chain(reversed(self._empty), self._cached)
 
-    def _evict(
-        self, block: int, cause: Literal["pressure", "request", "reset"] = "pressure"
-    ) -> int:
-        self._cached.remove(block)
+    def _evict(self, count: int, cause: Literal["pressure", "request", "reset"]) -> list[int]:
+        """Forget the content of the next ``count`` victims, which the caller puts elsewhere."""
+        if not count:
+            return []
+        victims, keys = [], []
+        for _ in range(count):
+            block = self._cached.victim()
+            self._cached.remove(block)
+            victims.append(block)
+            keys.append(self._forget(block))
+        self.evictions += count
+        self._events.append(BlocksEvicted(self.group, victims, keys, cause))
+        return victims
+
+    def _forget(self, block: int) -> bytes:
+        """The block's content is not findable any more; says its key."""
         key = self.keys[block]
         assert key is not None, "a cached-free block has a key"
         del self.index[key]
         self.keys[block] = None
-        self.evictions += 1
-        self._events.append(BlockEvicted(self.group, block, key, cause))
-        return block
+        return key

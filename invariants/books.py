@@ -16,7 +16,7 @@ from operator import attrgetter
 
 from kvproof.invariants.events import (
     BlockCopied,
-    BlockEvicted,
+    BlocksEvicted,
     BlocksAllocated,
     BlocksPublished,
     BlocksReleased,
@@ -39,9 +39,8 @@ from kvproof.invariants.operations import (
     Resume,
 )
 from kvproof.invariants.outcomes import Outcome
-from kvproof.invariants.prompts import sampled_tokens
 from kvproof.invariants.subject import Configuration, Semantics
-from kvproof.invariants.tags import Tags, extend_tags, prompt_tags
+from kvproof.invariants.tags import Tags, extend_sampled, prompt_tags
 
 _by_order = attrgetter("order")
 
@@ -130,7 +129,7 @@ class GroupBooks:
         self.referenced = 0
         """Blocks with at least one reference."""
         self.key_of: dict[int, bytes] = {}
-        self.blocks_of: dict[bytes, list[int]] = {}
+        self.blocks_of: dict[bytes, tuple[int, ...]] = {}
         """The prefix index: key to findable blocks."""
         self.tag_of_key: dict[bytes, int] = {}
         self.key_of_tag: dict[int, bytes] = {}
@@ -141,7 +140,7 @@ class GroupBooks:
         """Evicted under pressure, not yet handed out."""
         self.touched: list[int] = []
         self.touched_keys: list[bytes] = []
-        """Blocks and keys of the present operation's events."""
+        """Blocks and keys of the events since the last settlement."""
         self.owed: dict[int, tuple[RequestModel, int]] = {}
         """Published before it was computed: block to (request, row); see ``Semantics``."""
 
@@ -169,7 +168,7 @@ class GroupBooks:
 
     def publish(self, block: int, key: bytes, tag: int) -> None:
         self.key_of[block] = key
-        self.blocks_of.setdefault(key, []).append(block)
+        self.blocks_of[key] = (*self.blocks_of.get(key, ()), block)
         self.tag_of_key[key] = tag
         self.key_of_tag[tag] = key
         if self.refs[block] == 0:
@@ -181,10 +180,10 @@ class GroupBooks:
         self.owed.pop(block, None)
         if key is None:
             return
-        blocks = self.blocks_of[key]
-        blocks.remove(block)
-        if not blocks:
-            del self.blocks_of[key]
+        blocks = self.blocks_of.pop(key)
+        if len(blocks) > 1:
+            self.blocks_of[key] = tuple(b for b in blocks if b != block)
+        else:
             self.key_of_tag.pop(self.tag_of_key.pop(key), None)
 
 
@@ -203,6 +202,8 @@ class Books:
         self.known: dict[int, RequestModel] = {}
         """Live requests, and those that the present operation ended."""
         self.ended: list[RequestModel] = []
+        self.touched_requests: dict[int, RequestModel] = {}
+        """Requests that operations since the last settlement were about."""
         self.strays: list[Event] = []
         """Events about requests that are not known."""
         self.running: list[RequestModel] = []
@@ -235,26 +236,29 @@ class Books:
             BlocksReleased: self._blocks_released,
             ReleaseFenced: self._release_fenced,
             BlocksPublished: self._blocks_published,
-            BlockEvicted: self._block_evicted,
+            BlocksEvicted: self._blocks_evicted,
             StepLaunched: self._step_launched,
             StepRetired: self._step_retired,
         }
 
     # -- operations: the naive model ----------------------------------------------------------
 
-    def begin(self, events: int) -> None:
-        """A new operation, with so many events: nothing touched yet."""
-        if self.events_seen or self.ended:  # else the last operation touched nothing
-            self.retired = None
+    def begin(self) -> None:
+        """A new operation after one that changed something."""
+        self.retired = None
+        if self.released_fences:
             self.released_fences.clear()
-            self.strays.clear()
+        if self.ended:
             for request in self.ended:
                 del self.known[request.id]
             self.ended.clear()
-            for group in self.groups:
-                group.touched.clear()
-                group.touched_keys.clear()
-        self.events_seen = events
+
+    def settled(self) -> None:
+        """What was touched has been compared with the view."""
+        self.touched_requests.clear()
+        for group in self.groups:
+            group.touched.clear()
+            group.touched_keys.clear()
 
     def apply(self, operation: Operation, outcome: Outcome) -> None:
         """What a done operation means for its request."""
@@ -281,13 +285,13 @@ class Books:
 
     def _enter(self, request: RequestModel) -> None:
         self.requests[request.id] = self.known[request.id] = request
+        self.touched_requests[request.id] = request
         self.running.append(request)
 
     def _grow(self, operation: Grow, outcome: Outcome) -> None:
         request = self._target(outcome)
-        tags = request.tags
-        tokens = sampled_tokens(operation.choice, len(tags), operation.tokens)
-        extend_tags(tags, tags[-1], tokens)
+        extend_sampled(request.tags, operation.choice, operation.tokens)
+        self.touched_requests[request.id] = request
 
     def _fork(self, operation: Fork, outcome: Outcome) -> None:
         parent = self._target(outcome)
@@ -314,6 +318,7 @@ class Books:
         request.computed = request.scheduled = 0
         request.verified = [0] * len(self.groups)
         request.trusted_rows = [0] * len(self.groups)
+        self.touched_requests[request.id] = request
 
     def _resume(self, operation: Resume, outcome: Outcome) -> None:
         request = self._target(outcome)
@@ -321,6 +326,7 @@ class Books:
         insort(self.running, request, key=_by_order)
         request.running = True
         request.computed = request.scheduled = outcome.cached_tokens
+        self.touched_requests[request.id] = request
 
     def _target(self, outcome: Outcome) -> RequestModel:
         assert outcome.request is not None
@@ -429,13 +435,14 @@ class Books:
         group.touched += event.blocks
         group.touched_keys += event.keys
 
-    def _block_evicted(self, event: BlockEvicted) -> None:
+    def _blocks_evicted(self, event: BlocksEvicted) -> None:
         group = self.groups[event.group]
-        group.unpublish(event.block)
-        group.touched.append(event.block)
-        group.touched_keys.append(event.key)
+        for block in event.blocks:
+            group.unpublish(block)
+        group.touched += event.blocks
+        group.touched_keys += event.keys
         if event.cause == "pressure":
-            group.evicting.append(event.block)
+            group.evicting += event.blocks
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -460,3 +467,4 @@ class Books:
             if request.epoch == item.epoch:
                 request.computed = item.end
                 request.launched -= 1
+            self.touched_requests[request.id] = request

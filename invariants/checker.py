@@ -1,8 +1,11 @@
 """All checks together, fed one operation at a time.
 
-Incremental: the work after an operation follows what the operation touched.  A full audit, which
-looks at everything, runs after every ``audit_interval``-th operation and when asked; it is made
-rarer with the pool's size, so that its share of the cost stays the same, and never switched off.
+Incremental: the work for an operation follows what the operation touched.  Outcomes and events
+are judged at once.  State that stays, the view of what was touched, is settled every
+``SETTLED_EVERY`` operations: what several of them touched is compared once.  A full audit, which
+looks at everything, is made at a sampled 5 % of operations and when asked; it is made rarer with
+the pool's size, so that its share of the cost stays the same, and never switched off.  What is
+seen late is put down to the right operation by a replay that settles and audits at each one.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from kvproof.invariants.shadow import Shadow
 from kvproof.invariants.subject import Subject
 from kvproof.invariants.verdict import Violation
 
+SETTLED_EVERY = 8
+"""Operations between two comparisons of touched state with the view."""
 AUDITED_SHARE = 20
 """An audit after one in so many operations (5 %) …"""
 AUDIT_BLOCKS = 2
@@ -52,7 +57,10 @@ class Checker:
         checks: Iterable[type[Check]] = CHECKS,
         interval: int | None = None,
     ) -> None:
-        """``interval``: operations between audits; None for the default, 0 for none."""
+        """``interval``: operations between audits; None for the default, 0 for none.
+
+        With 1, touched state is settled at each operation, too.
+        """
         configuration, semantics = subject.configuration, subject.semantics
         self.books = Books(configuration, semantics)
         ids = configuration.blocks + len(semantics.reserved)
@@ -60,6 +68,7 @@ class Checker:
         self.violations: list[Violation] = []
         self.operations = 0
         self.audits = 0
+        self.settlements = 0
         self.counts: dict[type[Operation], dict[Status, int]] = {
             kind: dict.fromkeys(STATUSES, 0) for kind in OPERATION_TYPES
         }
@@ -69,6 +78,11 @@ class Checker:
         self.goals = Goals(self.books)
         self._interval = audit_interval(configuration.blocks) if interval is None else interval
         self._until_audit = self._interval
+        self._settle_every = 1 if self._interval == 1 else SETTLED_EVERY
+        self._until_settled = self._settle_every
+        self._settling = [
+            check.settle for check in self.checks if type(check).settle is not Check.settle
+        ]
         self._expecting = {kind: self._expectations(kind) for kind in OPERATION_TYPES}
         self._concluding = {
             kind: {status: self._conclusions(kind, status) for status in STATUSES}
@@ -115,29 +129,52 @@ class Checker:
         kind, status = operation.__class__, outcome.status
         try:
             self.counts[kind][status] += 1
-            self.books.begin(len(events))
+            books = self.books
+            if books.events_seen or books.ended:
+                books.begin()
+            books.events_seen = len(events)
             for expect in self._expecting[kind]:
                 expect(operation, outcome)
             if self.violations and self._lost():
                 return self._stamped(self.operations)
             if status == "done":
-                self.books.apply(operation, outcome)
+                books.apply(operation, outcome)
             on_event = self._on_event
             for event in events:
                 for handle in on_event[event.__class__]:
                     handle(event)
             for conclude in self._concluding[kind][status]:
                 conclude(operation, outcome)
+            self._until_settled -= 1
+            if self._until_settled == 0:
+                self._settle()
             self._until_audit -= 1
             if self._until_audit == 0:
                 self._until_audit = self._interval
                 if not self.violations:
                     self._audit()
         except Exception as error:
-            if not self.violations:
-                raise CheckerError(f"at operation {self.operations}: {error!r}") from error
+            self._explain_away(error)
         self.operations += 1
         return self._stamped(self.operations - 1) if self.violations else ()
+
+    def _settle(self) -> None:
+        """Compare what was touched since the last time with the view."""
+        self._until_settled = self._settle_every
+        self.settlements += 1
+        for settle in self._settling:
+            settle()
+        self.books.settled()
+
+    def _explain_away(self, error: Exception) -> None:
+        """A checker stumbled: over a violation that is seen, or can be seen now; else raise."""
+        if not self.violations:
+            try:
+                self._settle()
+            except Exception:
+                self.violations.clear()
+        if not self.violations:
+            raise CheckerError(f"at operation {self.operations}: {error!r}") from error
 
     def _lost(self) -> bool:
         """Whether the outcome speaks of another request, so that the books cannot follow."""
@@ -148,13 +185,13 @@ class Checker:
         try:
             self._audit()
         except Exception as error:
-            if not self.violations:
-                raise CheckerError(f"in an audit: {error!r}") from error
+            self._explain_away(error)
         return self._stamped(self.operations - 1) if self.violations else ()
 
     def _audit(self) -> None:
         self.audits += 1
         before = len(self.violations)
+        self._settle()
         for check in self.checks:
             check.audit()
         self.violations[before:] = [
@@ -173,7 +210,9 @@ class Checker:
         return {check.id(): self._checked(check) for check in self.checks}
 
     def _checked(self, check: Check) -> int:
-        total = check.checked + (self.audits if type(check).audit is not Check.audit else 0)
+        total = check.checked
+        total += self.audits if type(check).audit is not Check.audit else 0
+        total += self.settlements if type(check).settle is not Check.settle else 0
         for kind, statuses in self.counts.items():
             expected = check.expecting(kind) is not None
             for status, count in statuses.items():

@@ -90,15 +90,15 @@ class BlocksPublished(Event, frozen=True, gc=False):
     keys: Sequence[bytes]
 
 
-class BlockEvicted(Event, frozen=True, gc=False):
-    """A block's cached content became unfindable.
+class BlocksEvicted(Event, frozen=True, gc=False):
+    """Cached content of blocks became unfindable, in this order.
 
-    ``cause``: pressure (the block is about to be reused), request (an evict operation) or reset.
+    ``cause``: pressure (they are about to be reused), request (an evict operation) or reset.
     """
 
     group: int
-    block: int
-    key: bytes
+    blocks: Sequence[int]
+    keys: Sequence[bytes]
     cause: Literal["pressure", "request", "reset"]
 
 
@@ -187,7 +187,7 @@ AnyEvent = (
     | BlocksReleased
     | ReleaseFenced
     | BlocksPublished
-    | BlockEvicted
+    | BlocksEvicted
     | RequestAdmitted
     | RequestResumed
     | RequestGrown

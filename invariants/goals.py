@@ -13,7 +13,7 @@ from msgspec import Struct
 from kvproof.invariants.books import Books
 from kvproof.invariants.events import (
     BlockCopied,
-    BlockEvicted,
+    BlocksEvicted,
     BlocksAllocated,
     BlocksReleased,
     BlocksReused,
@@ -118,7 +118,7 @@ class Goals:
     def before_event(self) -> Mapping[type[Event], EventHandler]:
         return {
             BlocksReused: self._reused,
-            BlockEvicted: self._evicted,
+            BlocksEvicted: self._evicted,
             BlockCopied: self._copied,
             BlocksReleased: self._released,
             ReleaseFenced: self._release_fenced,
@@ -133,7 +133,7 @@ class Goals:
         if not held and refs[event.blocks[-1]] > 0:
             self.hits["hit-in-use"] += 1
 
-    def _evicted(self, event: BlockEvicted) -> None:
+    def _evicted(self, event: BlocksEvicted) -> None:
         if event.cause == "pressure":
             self.hits["evicted-under-pressure"] += 1
 

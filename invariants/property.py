@@ -57,7 +57,8 @@ class Check:
     """Base of all checks.  Hooks that a check does not override cost nothing.
 
     Order within one operation: ``expecting`` handlers (books as before the operation), then for
-    each event ``before_event`` handlers, the books, ``after_event`` handlers; then ``conclude``.
+    each event ``before_event`` handlers, the books, ``after_event`` handlers; then ``conclude``;
+    and after every few operations ``settle``, sometimes ``audit``.
     """
 
     claims: ClassVar[tuple[Claim, ...]]
@@ -97,7 +98,13 @@ class Check:
         return {}
 
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
-        """Look at what the operation touched; cost must follow that, not the pool's size."""
+        """Look at what this operation did, where a later look would be too late."""
+
+    def settle(self) -> None:
+        """Compare what was touched since the last time with the view.
+
+        Cost must follow what was touched, not the pool's size.
+        """
 
     def audit(self) -> None:
         """Look at everything."""

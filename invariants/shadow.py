@@ -16,6 +16,7 @@ from kvproof.invariants.tags import POISON_NAMES, UNWRITTEN, Tags
 
 _BULK = 48
 """From this many tokens on, numpy beats slices of arrays."""
+_BULK_BLOCKS = 12
 
 
 class Shadow:
@@ -61,8 +62,11 @@ class Shadow:
         for offset in range(tokens):  # fewer than a block: only a partial block is copied
             content[target * size + offset] = content[source * size + offset]
 
-    def poison(self, blocks: Sequence[int], poison: int) -> None:
+    def poison(self, blocks: list[int], poison: int) -> None:
         """Nobody's bytes are in these blocks any more."""
+        if len(blocks) > _BULK_BLOCKS:
+            self._rows[blocks] = poison
+            return
         size, content, row = self.block_size, self.content, self._poison_rows[poison]
         for block in blocks:
             content[block * size : (block + 1) * size] = row

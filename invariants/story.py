@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from kvproof.invariants.events import (
     BlockCopied,
-    BlockEvicted,
+    BlocksEvicted,
     BlocksAllocated,
     BlocksPublished,
     BlocksReleased,
@@ -92,8 +92,6 @@ class _Block:
             return None
         if isinstance(event, BlockCopied):
             return self._copied(event)
-        if isinstance(event, BlockEvicted):
-            return f"evicted ({event.cause})" if event.block == self._block else None
         blocks: Sequence[int] = getattr(event, "blocks", ())
         if self._block not in blocks:
             return None
@@ -109,6 +107,8 @@ class _Block:
         if isinstance(event, BlocksReleased):
             fence = "" if event.step is None else f" by the fence of step {event.step}"
             return f"released by r{event.request}{fence}"
+        if isinstance(event, BlocksEvicted):
+            return f"evicted ({event.cause})"
         if isinstance(event, BlocksPublished):
             return f"made findable by r{event.request} as row {event.row + index}"
         return None

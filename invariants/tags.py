@@ -20,7 +20,7 @@ from hashlib import blake2b
 import numpy as np
 
 from kvproof.invariants.operations import Media, Segment
-from kvproof.invariants.prompts import prompt_length, prompt_tokens
+from kvproof.invariants.prompts import prompt_length, prompt_tokens, sampled_tokens
 
 Tags = array  # array("Q"), one tag per token position
 
@@ -31,7 +31,7 @@ _MIX = 0xD6E8FEB86659FD93
 
 _STEM = 1024
 """First segments up to this length are cut from remembered tags …"""
-_TAIL = 64
+_TAIL = 96
 """… and the rest, up to this length, is continued in Python; beyond, numpy is faster."""
 
 # Poison: what a slot holds while nobody's bytes are in it.  No tag equals one, but by a chance of
@@ -48,9 +48,10 @@ def root_tag(salt: int, adapter: int) -> int:
     return _digest(f"root {salt} {adapter}")
 
 
-@lru_cache(maxsize=4096)
-def _media_mark(item: int, offset: int) -> int:
-    return _digest(f"media {item} {offset}")
+@lru_cache(maxsize=1024)
+def _media_marks(item: int, length: int) -> Tags[int]:
+    """What a media item adds at each of its tokens."""
+    return array("Q", [_digest(f"media {item} {offset}") for offset in range(length)])
 
 
 def _digest(text: str) -> int:
@@ -65,17 +66,46 @@ def extend_tags(tags: Tags[int], last: int, tokens: Iterable[int]) -> None:
         tags.append(last)
 
 
+def extend_sampled(tags: Tags[int], choice: int, count: int) -> None:
+    """Append the tags of ``count`` tokens that ``choice`` samples after a sequence's tags."""
+    extend_tags(tags, tags[-1], sampled_tokens(choice, len(tags), count))
+
+
 def prompt_tags(
     prompt: tuple[Segment, ...], salt: int, adapter: int, media: tuple[Media, ...]
 ) -> Tags[int]:
     """Tags of a prompt's positions; the caller must copy before it changes them."""
     stem = prompt[0]
-    tail_length = prompt_length(prompt) - stem.length
-    if media or stem.length > _STEM or tail_length > _TAIL:
+    tail_length = prompt_length(prompt[1:]) if len(prompt) > 1 else 0
+    if stem.length > _STEM or tail_length > _TAIL:
         return _bulk_tags(prompt, salt, adapter, media)
+    if media:
+        return _tags_with_media(prompt, salt, adapter, media)
     tags: Tags[int] = _stem_tags(salt, adapter, stem.source)[: stem.length]
     if tail_length:
         extend_tags(tags, tags[-1], prompt_tokens(prompt[1:]))
+    return tags
+
+
+@lru_cache(maxsize=2048)
+def _tags_with_media(
+    prompt: tuple[Segment, ...], salt: int, adapter: int, media: tuple[Media, ...]
+) -> Tags[int]:
+    """A short prompt with media, position by position."""
+    tokens = prompt_tokens(prompt, media)
+    if len(tokens) > _TAIL:
+        return _bulk_tags(prompt, salt, adapter, media)
+    marks = dict.fromkeys(range(len(tokens)), 0)
+    for item in media:
+        shown = range(item.start, min(item.start + item.length, len(tokens)))
+        for position, mark in zip(shown, _media_marks(item.item, item.length), strict=False):
+            marks[position] ^= mark
+    tags: Tags[int] = array("Q")
+    tag = root_tag(salt, adapter)
+    for position, token in enumerate(tokens):
+        mixed = token * _MIX & MASK
+        tag = (tag * _P + (mixed ^ mixed >> 29 ^ marks[position])) & MASK
+        tags.append(tag)
     return tags
 
 
@@ -92,8 +122,9 @@ def _bulk_tags(
     mixed = tokens * np.uint64(_MIX)
     mixed ^= mixed >> np.uint64(29)
     for item in media:
-        for position in range(item.start, min(item.start + item.length, len(mixed))):
-            mixed[position] ^= np.uint64(_media_mark(item.item, position - item.start))
+        shown = mixed[item.start : item.start + item.length]
+        marks = np.frombuffer(_media_marks(item.item, item.length), dtype=np.uint64)
+        shown ^= marks[: len(shown)]
     powers, inverses = _powers(1 << (len(mixed) - 1).bit_length())
     sums = np.cumsum(mixed * inverses[: len(mixed)], dtype=np.uint64)
     hashed = (sums + np.uint64(root_tag(salt, adapter))) * powers[: len(mixed)]

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 from kvproof.invariants.case import Case, dump_case, source_of
 from kvproof.invariants.events import (
     BlockCopied,
-    BlockEvicted,
     BlocksAllocated,
+    BlocksEvicted,
     BlocksPublished,
     BlocksReleased,
     BlocksReused,
@@ -191,9 +191,8 @@ def _copied(event: BlockCopied) -> str:
     return f"{group}b{event.source}>b{event.target} r{event.request}[{event.row}]"
 
 
-def _evicted(event: BlockEvicted) -> str:
-    group = f"g{event.group}:" if event.group else ""
-    return f"x{group}b{event.block} ({event.cause})"
+def _evicted(event: BlocksEvicted) -> str:
+    return f"x{_blocks(event)} ({event.cause})"
 
 
 def _item(item: StepItem) -> str:
@@ -207,7 +206,7 @@ _SAID: dict[type[Event], Callable[[Any], str]] = {
     BlocksPublished: _placed("*"),
     BlocksReleased: _released,
     BlockCopied: _copied,
-    BlockEvicted: _evicted,
+    BlocksEvicted: _evicted,
     ReleaseFenced: lambda event: f"~r{event.request} s{event.step}",
     StepLaunched: lambda event: f"s{event.step}: " + ", ".join(map(_item, event.items)),
     StepRetired: lambda event: f"s{event.step} retired",

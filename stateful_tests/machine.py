@@ -36,7 +36,7 @@ from kvproof.invariants.checker import CheckerError
 from kvproof.invariants.operations import AnyOperation
 from kvproof.invariants.story import Moment, explain
 from kvproof.invariants.subject import Configuration
-from kvproof.invariants.verdict import Violation
+from kvproof.invariants.verdict import Violation, primary
 from kvproof.stateful_tests.harness import Harness
 from kvproof.stateful_tests.strategies import (
     FOLLOW_UPS,
@@ -80,12 +80,17 @@ class OnFailure(Protocol):
     ) -> Sequence[Path]: ...
 
 
+class Adds(Protocol):
+    """What sums runs up: :class:`Totals`, or another of its shape."""
+
+    def add(self, harness: Harness) -> None: ...
+
+
 class Totals(Struct):
     """Sums over all runs of one or more executions."""
 
     runs: int = 0
-    steps: int = 0
-    """Rules performed; a rule performs one operation or a few."""
+    ops: int = 0
     operations: dict[str, dict[str, int]] = field(default_factory=dict)
     """By kind: done, refused, skipped; those of the drains included."""
     goals: dict[str, int] = field(default_factory=dict)
@@ -93,15 +98,10 @@ class Totals(Struct):
     checked: dict[str, int] = field(default_factory=dict)
     """Properties: how often each was put to the test."""
 
-    @property
-    def ops(self) -> int:
-        """All operations."""
-        return sum(sum(counts.values()) for counts in self.operations.values())
-
-    def add(self, harness: Harness, steps: int) -> None:
+    def add(self, harness: Harness) -> None:
         """Add one finished run."""
         self.runs += 1
-        self.steps += steps
+        self.ops += harness.checker.operations
         for kind, counts in harness.operation_counts().items():
             _add(self.operations.setdefault(kind, {}), counts)
         _add(self.goals, harness.checker.goals.hits)
@@ -120,7 +120,7 @@ class Setup(Struct, frozen=True):
     name: str
     audit_interval: int | None = None
     on_failure: OnFailure | None = None
-    totals: Totals | None = None
+    totals: Adds | None = None
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -133,7 +133,6 @@ class CacheMachine(RuleBasedStateMachine):
         self._harness: Harness | None = None
         self._world: World
         self._operations: list[AnyOperation] = []
-        self._steps = 0
         self._over = False
         """A violation was seen, or a checker stumbled: there is nothing left to check."""
 
@@ -165,7 +164,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self._quiesce(harness)
         finally:
             if self.setup.totals is not None:
-                self.setup.totals.add(harness, self._steps)
+                self.setup.totals.add(harness)
 
     def _quiesce(self, harness: Harness) -> None:
         try:
@@ -183,14 +182,14 @@ class CacheMachine(RuleBasedStateMachine):
             harness.subject.configuration,  # as built, which may differ from what was drawn
             list(self._operations),
             features=self._world.features,
-            violates=violations[0].property if violations else None,
+            violates=primary(violations).property if violations else None,
         )
 
     def _fail(self) -> NoReturn:
         """Every failure is raised here, so that Hypothesis takes them for one and shrinks it."""
         assert self._harness is not None
         self._over = True
-        raise self._failure(self._case(self._harness), self._harness.violations[0])
+        raise self._failure(self._case(self._harness), primary(self._harness.violations))
 
     def _stumble(self, error: CheckerError) -> NoReturn:
         assert self._harness is not None
@@ -245,12 +244,19 @@ def tell(factory: SubjectFactory, case: Case) -> Finding | None:
     of its second operation brings its first along.
     """
     finding = _replay(factory, case)
-    if finding is None or len(finding.case.operations) > _TIDIED_UP_TO:
-        return finding
-    index = len(finding.case.operations) - 2  # the last one is to blame
+    length = -1
+    while finding is not None and length != len(finding.case.operations) <= _TIDIED_UP_TO:
+        length = len(finding.case.operations)
+        finding = _tidied(factory, finding)
+    return finding
+
+
+def _tidied(factory: SubjectFactory, finding: Finding) -> Finding:
+    """Tries to do without each operation but the last, which is to blame."""
+    index = len(finding.case.operations) - 2
     while index >= 0:
         operations = finding.case.operations
-        shorter = replace(case, operations=operations[:index] + operations[index + 1 :])
+        shorter = replace(finding.case, operations=operations[:index] + operations[index + 1 :])
         again = _replay(factory, shorter)
         if again is not None and again.violation.property == finding.violation.property:
             finding = again
@@ -259,6 +265,7 @@ def tell(factory: SubjectFactory, case: Case) -> Finding | None:
 
 
 _TIDIED_UP_TO = 100
+"""Operations; Hypothesis has shrunk longer cases less, and so would this."""
 
 
 def _replay(factory: SubjectFactory, case: Case) -> Finding | None:
@@ -275,7 +282,7 @@ def _replay(factory: SubjectFactory, case: Case) -> Finding | None:
             return None
     except CheckerError:
         return None
-    violation = harness.violations[0]
+    violation = primary(harness.violations)
     case = replace(case, operations=case.operations[: len(moments)], violates=violation.property)
     explanation = explain(violation, moments, case.configuration.block_size)
     return Finding(case, violation, explanation, moments)
@@ -294,7 +301,7 @@ def machine_for(
     *,
     audit_interval: int | None = None,
     on_failure: OnFailure | None = None,
-    totals: Totals | None = None,
+    totals: Adds | None = None,
 ) -> type[CacheMachine]:
     """The machine over the subjects that ``factory`` builds.
 
@@ -320,18 +327,16 @@ def _machine_class(base: type[CacheMachine], setup: Setup) -> type[CacheMachine]
     return type(title, (base,), {"setup": setup, "__module__": __name__, **rules})
 
 
-def _rule(kind: str, recipe: Recipe) -> Callable[..., None]:
+def _rule(kind: str, recipe: Recipe) -> Callable[..., Any]:
     build = recipe.build
 
     def perform(self: CacheMachine, then: int, **arguments: Any) -> None:
-        self._steps += 1
         self._perform(build(self._world, **arguments))
         for operation in follow_up(self._world, then):
             self._perform(operation)
 
     perform.__name__ = kind
-    decorated: Callable[..., None] = rule(**recipe.arguments, then=FOLLOW_UPS)(perform)
-    return decorated
+    return rule(**recipe.arguments, then=FOLLOW_UPS)(perform)
 
 
 # -- what `kvproof check` runs ---------------------------------------------------------------------
@@ -355,7 +360,7 @@ class _Campaign(CacheMachine):
     """A machine that ends its execution at the first failure, or when it is told to."""
 
     is_over: ClassVar[Callable[[], bool]]
-    source: ClassVar[str] = ""
+    source: ClassVar[str]
 
     def __init__(self) -> None:
         if type(self).is_over():
@@ -377,7 +382,7 @@ def run_machine(
     *,
     seconds: float,
     seed: int | str,
-    totals: Totals | None = None,
+    totals: Adds | None = None,
     stop: Callable[[], bool] | None = None,
     audit_interval: int | None = None,
 ) -> Case | None:
@@ -396,7 +401,7 @@ def run_machine(
     with _home_of_hypothesis():
         ended = _run_epochs(machine, seed)
     if ended.stumbled is not None:
-        raise ended.stumbled
+        raise ended.stumbled from ended.__cause__
     return ended.case
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hypothesis import strategies as st
-from hypothesis.strategies import SearchStrategy
 from msgspec import Struct
 
 from kvproof.invariants.operations import (
@@ -60,7 +59,11 @@ class World(Struct, frozen=True):
     features: tuple[str, ...] = ()
 
 
-WORLD_ARGUMENTS: Mapping[str, SearchStrategy[int]] = {
+Arguments = Mapping[str, Any]
+"""Strategies by the names of arguments.  (Not typed so: Hypothesis' decorators could not be given
+them all at once.)"""
+
+WORLD_ARGUMENTS: Arguments = {
     "blocks": st.integers(6, 33),
     "block_size": st.sampled_from(_BLOCK_SIZES),
     "run_ahead": st.integers(1, 3),
@@ -95,7 +98,7 @@ def _admit(world: World, prompt: int, identity: int) -> Admit:
         (stem, _tail(world, tail)) if tail else (stem,),
         salt=(identity >> 2 & 3) % 3 if "salt" in features else 0,
         adapter=identity >> 4 & 1 if "adapter" in features else 0,
-        media=_media(world, prompt, media) if media else (),
+        media=_media(world, prompt >> 5, media) if media else (),
     )
 
 
@@ -115,9 +118,11 @@ def _tail(world: World, tail: int) -> Segment:
     return Segment(_TAIL_SOURCE + (tail & 1), length)
 
 
-def _media(world: World, prompt: int, media: int) -> tuple[Media, ...]:
-    start = prompt % _stem_length(world, prompt)
-    return (Media(_ITEMS[media - 1], start, 1 + world.configuration.block_size),)
+def _media(world: World, stem: int, media: int) -> tuple[Media, ...]:
+    """At one place for each stem, at the start or across the edge of a block: items that are to
+    be told apart must stand at the same tokens."""
+    size = world.configuration.block_size
+    return (Media(_ITEMS[media - 1], size - 1 if stem & 1 else 0, 1 + size),)
 
 
 def _grow(world: World, request: int, growth: int) -> Grow:
@@ -140,7 +145,7 @@ class Recipe(Struct, frozen=True):
 
     build: Callable[..., AnyOperation]
     """From the world and the arguments to the operation."""
-    arguments: Mapping[str, SearchStrategy[Any]] = {}
+    arguments: Arguments = {}
 
 
 _REQUEST = {"request": st.integers(0, 7)}

@@ -21,7 +21,7 @@ from kvproof.engine.eviction.lru import LeastRecentlyUsed
 from kvproof.engine.pool import BlockPool
 from kvproof.engine.request import Request
 from kvproof.fuzz.faults.fault import Fault, Replacement
-from kvproof.invariants.events import BlockEvicted, BlocksPublished, StepItem
+from kvproof.invariants.events import BlocksEvicted, BlocksPublished, StepItem
 from kvproof.invariants.operations import Media
 from kvproof.invariants.outcomes import NO_FREE_BLOCKS, TOO_MANY_REQUESTS, Outcome
 
@@ -142,7 +142,7 @@ def evict_takes_a_live_block(original: Replacement, self: BlockPool, count: int,
     del self.index[key]
     self.keys[block] = None
     self.evictions += 1
-    self._events.append(BlockEvicted(self.group, block, key, cause))
+    self._events.append(BlocksEvicted(self.group, [block], [key], cause))
     return 1
 
 
@@ -206,35 +206,28 @@ def copy_misses_last_token(
 
 
 @_fault(
-    BlockPool, "_evict", property="VALID", source="B32, GeeeekExplorer/nano-vllm#163", shortest=5
+    BlockPool, "_forget", property="VALID", source="B32, GeeeekExplorer/nano-vllm#163", shortest=5
 )
-def stale_key_after_reuse(
-    original: Replacement, self: BlockPool, block: int, cause: Any = "pressure"
-) -> int:
+def stale_key_after_reuse(original: Replacement, self: BlockPool, block: int) -> bytes:
     """An evicted block's key stays in the lookup map."""
-    key = self.keys[block]
-    original(self, block, cause)
-    if key is not None:
-        self.index[key] = block
-    return block
+    key = bytes(original(self, block))
+    self.index[key] = block
+    return key
 
 
 @_fault(
     BlockPool,
-    "_evict",
+    "_forget",
     property="ORDER",
     source="B34, ovg-project/kvcached#362",
     shortest=6,
     also=("CRASH",),
 )
-def key_field_survives_eviction(
-    original: Replacement, self: BlockPool, block: int, cause: Any = "pressure"
-) -> int:
+def key_field_survives_eviction(original: Replacement, self: BlockPool, block: int) -> bytes:
     """An evicted block leaves the lookup map, but keeps its own key field."""
-    key = self.keys[block]
-    original(self, block, cause)
+    key = bytes(original(self, block))
     self.keys[block] = key
-    return block
+    return key
 
 
 @_fault(Engine, "_schedule", property="VALID", source="B44, vllm-project/vllm#37152", shortest=2)

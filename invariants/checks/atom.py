@@ -9,6 +9,9 @@ which looks after refused operations as well.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from kvproof.invariants.books import RequestModel
 from kvproof.invariants.operations import Operation
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim
@@ -30,42 +33,58 @@ class Atom(Check):
     positive_control = "refused-admission-keeps-its-hits"
     concludes_when = ("refused", "skipped")
 
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self._refused: dict[int, RequestModel] = {}
+        self._hits: list[tuple[int, list[int]]] = []
+        """What refused operations since the last settlement were about."""
+
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
-        name = type(operation).__name__.lower()
-        if self.books.events_seen:
+        books = self.books
+        if books.events_seen:
+            name = type(operation).__name__.lower()
             self.fail(
                 f"{name} was {outcome.status} ({outcome.reason or 'nothing to do'}), but it "
-                f"changed state: {self.books.events_seen} event(s)",
+                f"changed state: {books.events_seen} event(s)",
                 request=outcome.request,
             )
-        if outcome.request is not None and outcome.request in self.books.requests:
-            self._request_unchanged(name, outcome.request)
-        if outcome.status == "refused":
-            self._hits_unchanged(name)
+        # What it might have touched is to be looked at as if it had.
+        if outcome.request is not None and outcome.request in books.requests:
+            self._refused[outcome.request] = books.requests[outcome.request]
+        if outcome.reason is not None:
+            self._hits += books.predicted_hits
+            books.predicted_hits = []
 
-    def _request_unchanged(self, name: str, number: int) -> None:
-        request, view = self.books.requests[number], self.view
-        rows = [len(view.table(number, g.group)) for g in self.books.groups]
+    def settle(self) -> None:
+        for request in self._refused.values():
+            if self.books.requests.get(request.id) is request:
+                self._request_unchanged(request)
+        self._refused.clear()
+        for group, blocks in self._hits:
+            self._hits_unchanged(group, blocks)
+        self._hits.clear()
+
+    def _request_unchanged(self, request: RequestModel) -> None:
+        view, number = self.view, request.id
         expected = [len(table) for table in request.tables]
+        rows = [len(view.table(number, group.group)) for group in self.groups]
         before = (request.length, request.computed, expected)
         after = (view.length(number), view.computed(number), rows)
         if before != after:
             self.fail(
-                f"{name} was refused, but request {number} went from (tokens, computed, blocks) "
-                f"{before} to {after}",
+                f"an operation was refused, but request {number} went from (tokens, computed, "
+                f"blocks) {before} to {after}",
                 request=number,
             )
 
-    def _hits_unchanged(self, name: str) -> None:
-        for group, blocks in self.books.predicted_hits:
-            actual = self.view.ref_counts(group)
-            expected = self.books.groups[group].refs
-            for block in blocks:
-                if actual[block] != expected[block]:
-                    self.fail(
-                        f"{name} was refused, but block {block}, which it would have reused, "
-                        f"went from {expected[block]} to {actual[block]} references",
-                        group=group,
-                        block=block,
-                    )
-                    return
+    def _hits_unchanged(self, group: int, blocks: Sequence[int]) -> None:
+        actual, expected = self.view.ref_counts(group), self.groups[group].refs
+        for block in blocks:
+            if actual[block] != expected[block]:
+                self.fail(
+                    f"an admission was refused, but block {block}, which it would have reused, "
+                    f"went from {expected[block]} to {actual[block]} references",
+                    group=group,
+                    block=block,
+                )
+                return

@@ -65,8 +65,6 @@ class Cap(Check):
         Claim("A request that can never fit is refused as such.", "bug B134; survey K17"),
     )
     positive_control = "boundary-block-too-early"
-    concludes_on = (Admit, Resume, Grow, Fork)
-    concludes_when = ("done",)
 
     def expecting(self, kind: type[Operation]) -> OperationHandler | None:
         return {
@@ -231,17 +229,15 @@ class Cap(Check):
     def _known(self, number: int | None) -> RequestModel | None:
         return None if number is None else self.books.requests.get(number)
 
-    # -- what a done operation left -----------------------------------------------------------
+    # -- what done operations left ------------------------------------------------------------
 
-    def conclude(self, operation: Operation, outcome: Outcome) -> None:
-        self._exact_blocks(outcome.request)
-        for child in outcome.children:
-            self._exact_blocks(child)
+    def settle(self) -> None:
+        live = self.books.requests
+        for request in self.books.touched_requests.values():
+            if request.running and request.id in live:
+                self._exact_blocks(request)
 
-    def _exact_blocks(self, number: int | None) -> None:
-        request = self._known(number)
-        if request is None:
-            return
+    def _exact_blocks(self, request: RequestModel) -> None:
         needed = (len(request.tags) + self.block_size - 1) // self.block_size
         for group in self.groups:
             held = len(self.view.table(request.id, group.group))

@@ -1,6 +1,6 @@
 """CONS: no block is lost, invented or counted twice.
 
-Verifies: after each operation, that the free count the subject reports and the blocks that
+Verifies: after operations, that the free count the subject reports and the blocks that
 tables and fences hold add up to the pool, per group; in an audit, that the free blocks are as
 many as the count says, without repetition, none reserved, and that each usable block is either
 free or referenced.
@@ -11,8 +11,6 @@ Does not verify: who holds a referenced block (REF, EXCL); that a free block is 
 
 from __future__ import annotations
 
-from kvproof.invariants.operations import Operation
-from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim
 
 
@@ -39,7 +37,7 @@ class Cons(Check):
     )
     positive_control = "counter-drifts"
 
-    def conclude(self, operation: Operation, outcome: Outcome) -> None:
+    def settle(self) -> None:
         for group in self.groups:
             free = self.view.free_count(group.group)
             if free + group.referenced != group.usable:

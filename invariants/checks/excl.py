@@ -20,8 +20,6 @@ from kvproof.invariants.events import (
     StepItem,
     StepLaunched,
 )
-from kvproof.invariants.operations import Grow, Operation
-from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim, EventHandler
 
 
@@ -44,8 +42,6 @@ class Excl(Check):
         Claim("No request owns a reserved block.", "survey P11; bug B39"),
     )
     positive_control = "writes-start-at-row-zero"
-    concludes_on = (Grow,)
-    concludes_when = ("done",)
 
     def before_event(self) -> Mapping[type[Event], EventHandler]:
         return {
@@ -168,13 +164,11 @@ class Excl(Check):
             request=item.request,
         )
 
-    def conclude(self, operation: Operation, outcome: Outcome) -> None:
-        """The block that takes the first new token is the request's alone."""
-        request = self.books.requests.get(-1 if outcome.request is None else outcome.request)
-        if request is not None:
-            first_new = len(request.tags) - operation.tokens  # type: ignore[attr-defined]
-            for group in self.groups:
-                self._yet_to_write(group, request, first_new // self.block_size)
+    def settle(self) -> None:
+        for request in self.books.touched_requests.values():
+            if request.computed < len(request.tags):
+                for group in self.groups:
+                    self._yet_to_write(group, request, request.computed // self.block_size)
 
     def audit(self) -> None:
         for group in self.groups:

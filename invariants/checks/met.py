@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvproof.invariants.books import RequestModel
-from kvproof.invariants.events import BlockEvicted, Event, StepLaunched
+from kvproof.invariants.events import BlocksEvicted, Event, StepLaunched
 from kvproof.invariants.operations import Admit, Operation, Preempt
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim, EventHandler
@@ -79,10 +79,10 @@ class Met(Check):
         return sum(group.referenced for group in self.books.groups)
 
     def after_event(self) -> Mapping[type[Event], EventHandler]:
-        return {BlockEvicted: self._evicted, StepLaunched: self._launched}
+        return {BlocksEvicted: self._evicted, StepLaunched: self._launched}
 
-    def _evicted(self, event: BlockEvicted) -> None:
-        self._counts["evictions"] += 1
+    def _evicted(self, event: BlocksEvicted) -> None:
+        self._counts["evictions"] += len(event.blocks)
 
     def _launched(self, event: StepLaunched) -> None:
         self._counts["steps"] += 1

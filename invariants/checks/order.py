@@ -11,11 +11,12 @@ evicts duplicates' children out of that order, see survey R14); orders of other 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 
 from kvproof.invariants.books import GroupBooks
 from kvproof.invariants.events import (
     BlockCopied,
-    BlockEvicted,
+    BlocksEvicted,
     BlocksAllocated,
     BlocksReleased,
     Event,
@@ -46,26 +47,28 @@ class Order(Check):
     def before_event(self) -> Mapping[type[Event], EventHandler]:
         handlers: dict[type[Event], EventHandler] = {}
         if self.semantics.eviction_order == "lru":
-            handlers[BlockEvicted] = self._evicted
+            handlers[BlocksEvicted] = self._evicted
             handlers[BlocksAllocated] = self._allocated
             handlers[BlockCopied] = self._copied
         if self.semantics.release_order == "tail_first":
             handlers[BlocksReleased] = self._released
         return handlers
 
-    def _evicted(self, event: BlockEvicted) -> None:
-        group = self.books.groups[event.group]
-        if not group.cached_free:
-            return
-        oldest = next(iter(group.cached_free))
-        if event.block != oldest and event.block in group.cached_free:
-            self.fail(
-                f"block {event.block} was evicted ({event.cause}), but block {oldest} was "
-                "released before it and never used since",
-                group=event.group,
-                block=event.block,
-            )
+    def _evicted(self, event: BlocksEvicted) -> None:
+        cached_free, blocks = self.groups[event.group].cached_free, event.blocks
         self.checked += 1
+        oldest = list(islice(cached_free, len(blocks)))
+        if oldest == blocks:
+            return
+        for block, expected in zip(blocks, oldest, strict=False):
+            if block != expected and block in cached_free:  # else PIN, VALID
+                self.fail(
+                    f"block {block} was evicted ({event.cause}), but block {expected} was "
+                    "released before it and never used since",
+                    group=event.group,
+                    block=block,
+                )
+                return
 
     def _allocated(self, event: BlocksAllocated) -> None:
         if self.groups[event.group].evicting:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvproof.invariants.events import BlockEvicted, BlocksReleased, Event, ReleaseFenced
+from kvproof.invariants.events import BlocksEvicted, BlocksReleased, Event, ReleaseFenced
 from kvproof.invariants.operations import Operation, Retire
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim, EventHandler
@@ -37,17 +37,19 @@ class Pin(Check):
     concludes_when = ("done",)
 
     def before_event(self) -> Mapping[type[Event], EventHandler]:
-        handlers: dict[type[Event], EventHandler] = {BlockEvicted: self._evicted}
+        handlers: dict[type[Event], EventHandler] = {BlocksEvicted: self._evicted}
         if self.semantics.fences_releases:
             handlers |= {BlocksReleased: self._released, ReleaseFenced: self._fenced}
         return handlers
 
-    def _evicted(self, event: BlockEvicted) -> None:
-        if self.books.groups[event.group].refs[event.block]:
+    def _evicted(self, event: BlocksEvicted) -> None:
+        refs = self.groups[event.group].refs
+        if any([refs[block] for block in event.blocks]):
+            block = next(b for b in event.blocks if refs[b])
             self.fail(
-                f"block {event.block} was evicted ({event.cause}) while it was held",
+                f"block {block} was evicted ({event.cause}) while it was held",
                 group=event.group,
-                block=event.block,
+                block=block,
             )
         self.checked += 1
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from kvproof.invariants.books import RequestModel
 from kvproof.invariants.events import (
     BlockCopied,
-    BlockEvicted,
+    BlocksEvicted,
     BlocksReleased,
     Event,
     StepItem,
@@ -53,7 +53,7 @@ class Prov(Check):
         return {
             BlockCopied: self._copied,
             BlocksReleased: self._released,
-            BlockEvicted: self._evicted,
+            BlocksEvicted: self._evicted,
             StepRetired: self._retired,
         }
 
@@ -71,14 +71,15 @@ class Prov(Check):
             self._compare(request, event.group, start, end, request.tables[event.group])
 
     def _released(self, event: BlocksReleased) -> None:
-        group = self.books.groups[event.group]
+        group = self.groups[event.group]
         refs, key_of = group.refs, group.key_of
         dead = [b for b in event.blocks if refs[b] == 0 and b not in key_of]
         self.shadows[event.group].poison(dead, FREED)
 
-    def _evicted(self, event: BlockEvicted) -> None:
-        if self.books.groups[event.group].refs[event.block] == 0:
-            self.shadows[event.group].poison((event.block,), EVICTED)
+    def _evicted(self, event: BlocksEvicted) -> None:
+        refs = self.groups[event.group].refs
+        dead = [block for block in event.blocks if refs[block] == 0]
+        self.shadows[event.group].poison(dead, EVICTED)
 
     # -- reads are checked -----------------------------------------------------------------------
 

@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvproof.invariants.events import BlocksReleased, Event
-from kvproof.invariants.operations import OPERATION_TYPES, Launch, Operation
-from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim, EventHandler
 
 
@@ -39,8 +37,6 @@ class Ref(Check):
         ),
     )
     positive_control = "fork-takes-no-reference"
-    concludes_on = tuple(kind for kind in OPERATION_TYPES if kind is not Launch)
-    concludes_when = ("done",)
 
     def before_event(self) -> Mapping[type[Event], EventHandler]:
         return {BlocksReleased: self._released}
@@ -80,7 +76,7 @@ class Ref(Check):
                 return tables[event.group]
         return None
 
-    def conclude(self, operation: Operation, outcome: Outcome) -> None:
+    def settle(self) -> None:
         for group in self.groups:
             touched = group.touched
             if touched:

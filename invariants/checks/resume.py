@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvproof.invariants.books import RequestModel
 from kvproof.invariants.events import Event, StepItem, StepLaunched
-from kvproof.invariants.operations import Operation, Preempt, Resume, Retire
-from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim, EventHandler
 
 
@@ -41,8 +40,6 @@ class Resume_(Check):  # noqa: N801 — `Resume` is the operation
         ),
     )
     positive_control = "late-result-is-applied"
-    concludes_on = (Preempt, Resume, Retire)
-    concludes_when = ("done",)
 
     @classmethod
     def id(cls) -> str:
@@ -81,39 +78,30 @@ class Resume_(Check):  # noqa: N801 — `Resume` is the operation
             )
         return None
 
-    def conclude(self, operation: Operation, outcome: Outcome) -> None:
-        if self.books.retired is not None:
-            for item, request in self.books.retired.items:
-                if self.books.requests.get(item.request) is request:
-                    self._computed(request.id, "the step retired")
-        elif outcome.request is not None:
-            self._computed(outcome.request, f"the {type(operation).__name__.lower()}")
-            self._table_and_tokens(outcome.request)
+    def settle(self) -> None:
+        live = self.books.requests
+        for request in self.books.touched_requests.values():
+            if request.id in live:
+                self._computed(request)
+                if not request.running:
+                    self._holds_nothing(request)
 
-    def _computed(self, number: int, after: str) -> None:
-        expected = self.books.requests[number].computed
-        actual = self.view.computed(number)
-        if actual != expected:
+    def _computed(self, request: RequestModel) -> None:
+        actual = self.view.computed(request.id)
+        if actual != request.computed:
             self.fail(
-                f"after {after}, request {number} counts {actual} tokens as computed, but "
-                f"{expected} are",
-                request=number,
+                f"request {request.id} counts {actual} tokens as computed, but "
+                f"{request.computed} are",
+                request=request.id,
             )
 
-    def _table_and_tokens(self, number: int) -> None:
-        request = self.books.requests[number]
-        if self.view.length(number) != request.length:
-            self.fail(
-                f"request {number} has {self.view.length(number)} tokens, not {request.length}",
-                request=number,
-            )
-        if not request.running:
-            for group in self.books.groups:
-                table = list(self.view.table(number, group.group))
-                if table:
-                    self.fail(
-                        f"request {number} is preempted, but its table holds {table}",
-                        group=group.group,
-                        block=table[0],
-                        request=number,
-                    )
+    def _holds_nothing(self, request: RequestModel) -> None:
+        for group in self.groups:
+            table = list(self.view.table(request.id, group.group))
+            if table:
+                self.fail(
+                    f"request {request.id} is preempted, but its table holds {table}",
+                    group=group.group,
+                    block=table[0],
+                    request=request.id,
+                )

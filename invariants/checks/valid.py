@@ -11,7 +11,7 @@ Does not verify: that keys tell contents apart (KEY); which block is evicted (OR
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvproof.invariants.books import GroupBooks, RequestModel
 from kvproof.invariants.events import (
@@ -21,7 +21,7 @@ from kvproof.invariants.events import (
     Event,
     StepRetired,
 )
-from kvproof.invariants.operations import Admit, Evict, Grow, Operation, Reset, Resume, Retire
+from kvproof.invariants.operations import Operation, Retire
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim, EventHandler
 
@@ -45,7 +45,7 @@ class Valid(Check):
         Claim("A hit names findable blocks only.", "survey R06, E08"),
     )
     positive_control = "stale-key-after-reuse"
-    concludes_on = (Admit, Resume, Grow, Evict, Reset, Retire)
+    concludes_on = (Retire,)
     concludes_when = ("done",)
 
     def before_event(self) -> Mapping[type[Event], EventHandler]:
@@ -154,23 +154,21 @@ class Valid(Check):
                     return
 
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
-        for group in self.groups:
-            if group.touched_keys:
-                self._entries_agree(group)
         if self.books.retired is not None and self.books.configuration.prefix_caching:
             self._completed_are_findable()
 
-    def _entries_agree(self, group: GroupBooks) -> None:
-        index, blocks_of = self.view.index(group.group), group.blocks_of
-        for key in group.touched_keys:
-            actual, expected = index.get(key, ()), blocks_of.get(key, ())
-            if len(actual) != len(expected) or sorted(actual) != sorted(expected):
-                self._wrong_entry(group, key, list(actual), list(expected))
-                return
+    def settle(self) -> None:
+        for group in self.groups:
+            if group.touched_keys:
+                index, blocks_of = self.view.index(group.group), group.blocks_of
+                for key in group.touched_keys:
+                    self._entry_agrees(group, key, index.get(key, ()), blocks_of.get(key, ()))
 
-    def _wrong_entry(
-        self, group: GroupBooks, key: bytes, actual: list[int], expected: list[int]
-    ) -> None:
+    def _entry_agrees(
+        self, group: GroupBooks, key: bytes, actual: Sequence[int], expected: Sequence[int]
+    ) -> bool:
+        if actual == expected or sorted(actual) == sorted(expected):
+            return True
         blocks = actual or expected
         says = f"block {blocks[0]}" if actual else "nothing"
         self.fail(
@@ -179,6 +177,7 @@ class Valid(Check):
             group=group.group,
             block=blocks[0],
         )
+        return False
 
     def _completed_are_findable(self) -> None:
         assert self.books.retired is not None
@@ -204,25 +203,14 @@ class Valid(Check):
                 return
 
     def audit(self) -> None:
-        for group in self.books.groups:
-            index = self.view.index(group.group)
-            if len(index) != len(group.blocks_of):
-                self._audit_entries(group, index)
-                continue
-            for key, expected in group.blocks_of.items():
-                actual = list(index.get(key, ()))
-                if actual != expected and sorted(actual) != sorted(expected):
-                    self._wrong_entry(group, key, actual, expected)
+        for group in self.groups:
+            index, blocks_of = self.view.index(group.group), group.blocks_of
+            keys = blocks_of if len(index) == len(blocks_of) else {*index, *blocks_of}
+            for key in keys:
+                actual, expected = index.get(key, ()), blocks_of.get(key, ())
+                if not self._entry_agrees(group, key, actual, expected):
                     return
             self._audit_content(group)
-
-    def _audit_entries(self, group: GroupBooks, index: Mapping[bytes, object]) -> None:
-        for key in {*index, *group.blocks_of}:
-            actual = list(self.view.index(group.group).get(key, ()))
-            expected = group.blocks_of.get(key, [])
-            if sorted(actual) != sorted(expected):
-                self._wrong_entry(group, key, actual, expected)
-                return
 
     def _audit_content(self, group: GroupBooks) -> None:
         shadow = self.shadows[group.group]

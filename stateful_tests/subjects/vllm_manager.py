@@ -42,7 +42,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from kvproof.invariants.events import (
-    BlockEvicted,
+    BlocksEvicted,
     BlocksAllocated,
     BlocksPublished,
     BlocksReleased,
@@ -698,14 +698,14 @@ class VllmManagerSubject:
             # it had: vLLM does so only if the old one is gone.
             if key is not None and (row < full or not self._is_findable(block, key)):
                 del self._keys[block]
-                self._events.append(BlockEvicted(0, block, key, "pressure"))
+                self._events.append(BlocksEvicted(0, [block], [key], "pressure"))
 
     def _tell_evicted(self, blocks: list[int], cause: Any) -> int:
         """Tell which of these blocks, none of them held, are not findable any more."""
         lost = [block for block in blocks if not self._is_findable(block, self._keys[block])]
         for block in lost:
             del self._cached_free[block]
-            self._events.append(BlockEvicted(0, block, self._keys.pop(block), cause))
+            self._events.append(BlocksEvicted(0, [block], [self._keys.pop(block)], cause))
         return len(lost)
 
     def _tell_published(self, live: _Live, table: Sequence[KVCacheBlock]) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from kvproof.fuzz.swarm import draw_run
 from kvproof.invariants.events import (
-    BlockEvicted,
+    BlocksEvicted,
     BlocksAllocated,
     BlocksPublished,
     BlocksReleased,
@@ -317,7 +317,7 @@ def test_evict_takes_what_was_released_first() -> None:
     run_and_finish(subject, admit(8, source=2))
     order = [block for event in told(subject, BlocksReleased) for block in event.blocks]
     assert subject.apply(Evict(3)).count == 3
-    evicted = told(subject, BlockEvicted)
+    evicted = told(subject, BlocksEvicted)
     assert [event.block for event in evicted] == order[:3]
     assert {event.cause for event in evicted} == {"request"}
     assert not {event.key for event in evicted} & set(subject.view().index(0))
@@ -331,9 +331,9 @@ def test_empty_blocks_are_taken_before_cached_ones() -> None:
     subject.apply(Evict(1))
     subject.drain_events()
     assert subject.apply(admit(12, source=2)).status == "done"
-    assert not told(subject, BlockEvicted)
+    assert not told(subject, BlocksEvicted)
     assert subject.apply(Grow(0, 1)).status == "done"
-    assert [event.cause for event in told(subject, BlockEvicted)] == ["pressure"]
+    assert [event.cause for event in told(subject, BlocksEvicted)] == ["pressure"]
 
 
 def test_reset_empties_the_cache_once_nothing_is_held() -> None:
@@ -345,7 +345,7 @@ def test_reset_empties_the_cache_once_nothing_is_held() -> None:
     subject.apply(Finish(0))
     subject.drain_events()
     assert subject.apply(Reset()) == Outcome("done", count=3)
-    assert [event.cause for event in told(subject, BlockEvicted)] == ["reset"] * 3
+    assert [event.cause for event in told(subject, BlocksEvicted)] == ["reset"] * 3
     assert dict(subject.view().index(0)) == {}
 
 
@@ -358,12 +358,12 @@ def test_an_evicted_block_may_be_published_again_under_its_old_key() -> None:
     events = subject.drain_events()
     assert [type(event) for event in events] == [
         BlocksReused,
-        BlockEvicted,
+        BlocksEvicted,
         BlocksAllocated,
         BlocksPublished,
         RequestAdmitted,
     ]
-    assert isinstance(events[1], BlockEvicted)
+    assert isinstance(events[1], BlocksEvicted)
     assert isinstance(events[3], BlocksPublished)
     assert [events[1].key] == list(events[3].keys)
 
@@ -483,7 +483,7 @@ class Ledger:
                     assert block not in self.keys
                     self.keys[block] = key
                     self.index.setdefault(key, []).append(block)
-            case BlockEvicted(block=block, key=key):
+            case BlocksEvicted(blocks=[block], keys=[key]):
                 assert self.cached_free.pop(0) == block  # the one that was released first
                 assert self.keys.pop(block) == key
                 self.index[key].remove(block)
@@ -568,7 +568,7 @@ def test_events_alone_rebuild_the_view() -> None:
             for event in events:
                 ledger.take(event)
                 kinds.add(type(event))
-                if isinstance(event, BlockEvicted):
+                if isinstance(event, BlocksEvicted):
                     causes.add(event.cause)
             ledger.assert_equals(subject.view())
             performed += 1

@@ -1,0 +1,390 @@
+"""The Hypothesis machine: does it find, how small does it shrink, what does it leave behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from kvproof.engine.engine import Engine
+from kvproof.engine.request import Request
+from kvproof.fuzz.bench.machine import RATIO_MIN, bench_machine, steps_per_second
+from kvproof.fuzz.faults import all_faults
+from kvproof.fuzz.replay import replay
+from kvproof.fuzz.shrink import shrink
+from kvproof.fuzz.swarm import FEATURES as SWARM_FEATURES
+from kvproof.invariants.case import Case, dump_case, load_case, parse_case
+from kvproof.invariants.events import Event
+from kvproof.invariants.operations import KINDS, Abort, Admit, Finish, Media, Reset, Segment
+from kvproof.invariants.outcomes import Outcome
+from kvproof.invariants.subject import Configuration
+from kvproof.invariants.verdict import Violation
+from kvproof.stateful_tests.export import case_name, log_text, pytest_source, write_finding
+from kvproof.stateful_tests.machine import (
+    CheckerStumbled,
+    PropertyViolated,
+    Totals,
+    machine_for,
+    run_machine,
+)
+from kvproof.stateful_tests.strategies import FEATURES, RECIPES, World, follow_up, world
+from kvproof.stateful_tests.subjects import SubjectFactory
+from kvproof.stateful_tests.subjects.engine import EngineSubject
+
+# -- engines with one mistake each --------------------------------------------------------------
+
+
+class ForksWithoutReferences(Engine):
+    """A fork's blocks are shared, and nobody counts the child in."""
+
+    def _fork_child(self, parent: Request) -> int:
+        child = super()._fork_child(parent)
+        for pool in self.pools:
+            for block in self.requests[child].tables[pool.group]:
+                pool.ref_counts[block] -= 1
+        return child
+
+
+class KeepsLastBlock(Engine):
+    """A finished request's last block is never given back."""
+
+    def finish(self, request: Request) -> Outcome:
+        request.tables = [table[:-1] for table in request.tables]
+        return super().finish(request)
+
+
+class IgnoresAdapters(Engine):
+    """Block keys do not separate adapters."""
+
+    def admit(self, prompt: Any, **who: Any) -> Outcome:
+        return super().admit(prompt, **{**who, "adapter": 0})
+
+
+class RaisesOnReset(Engine):
+    """A reset of an empty cache is a bug in the subject itself."""
+
+    def reset(self) -> Outcome:
+        raise ZeroDivisionError("nothing to reset")
+
+
+BROKEN: dict[type[Engine], tuple[set[str], int]] = {
+    ForksWithoutReferences: ({"REF"}, 6),
+    KeepsLastBlock: ({"REF", "CONS", "LIFE", "QUIES"}, 4),
+    IgnoresAdapters: ({"KEY", "VALID"}, 6),
+    RaisesOnReset: ({"CRASH"}, 1),
+}
+"""With the properties that it may show as, and how few operations it must shrink to."""
+
+
+def broken(engine: type[Engine]) -> SubjectFactory:
+    return partial(EngineSubject, engine=engine)
+
+
+class ReportsNonsense(EngineSubject):
+    """Reports an event that no checker has heard of."""
+
+    def drain_events(self) -> Sequence[Event]:
+        return [*super().drain_events(), Event()]
+
+
+def failure_of(factory: SubjectFactory, **options: Any) -> PropertyViolated:
+    machine = machine_for(factory, "engine", **options)
+    machine.TestCase.settings = settings(
+        machine.TestCase.settings, max_examples=200, database=None, derandomize=True
+    )
+    with pytest.raises(PropertyViolated) as caught:
+        machine.TestCase("runTest").runTest()
+    return caught.value
+
+
+# -- it finds, shrinks and tells -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", BROKEN, ids=lambda engine: engine.__name__)
+def test_finds_and_shrinks(
+    engine: type[Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties, length = BROKEN[engine]
+    error = failure_of(broken(engine), on_failure=partial(write_finding, folder=tmp_path))
+    case, message = error.case, str(error)
+
+    assert error.violation.property in properties
+    assert case.violates == error.violation.property
+    assert len(case.operations) <= length
+    assert message.startswith(f"{error.violation.property} at operation {error.violation.op}: ")
+    assert parse_case(message[message.index("{\n") : message.rindex("}") + 1]) == case
+    if error.violation.block is not None:
+        assert f"\nBlock {error.violation.block}: given to r" in message
+    assert len(list(tmp_path.iterdir())) == 3, "only the run that is reported is written"
+    assert all(str(path) in message for path in tmp_path.iterdir())
+    assert load_case(tmp_path / f"{case_name(case)}.json") == case
+
+    monkeypatch.setattr("kvproof.fuzz.replay.subject_factory", lambda name: broken(engine))
+    again = replay(case)
+    assert again.verdict == "fail"
+    assert error.violation in again.violations
+    monkeypatch.undo()
+    assert replay(case).verdict == "pass"
+
+
+CONFTEST = """\
+import importlib.util
+from kvproof.stateful_tests import subjects
+
+spec = importlib.util.spec_from_file_location("broken_engines", {here!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+subjects.subject_factory = lambda name: module.broken(module.KeepsLastBlock)
+"""
+
+
+def test_exported_test_fails_until_the_defect_is_mended(tmp_path: Path) -> None:
+    failure_of(broken(KeepsLastBlock), on_failure=partial(write_finding, folder=tmp_path))
+    conftest = tmp_path / "conftest.py"
+    conftest.write_text(CONFTEST.format(here=str(Path(__file__).resolve())))
+    assert "1 failed" in _pytest(tmp_path)
+    conftest.unlink()
+    assert "1 passed" in _pytest(tmp_path)
+
+
+def _pytest(folder: Path) -> str:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", "."]
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+def test_only_rules_that_the_subject_can_do() -> None:
+    class Few(EngineSubject):
+        capabilities = frozenset({"admit", "finish", "launch", "retire", "teleport"})
+
+    machine = machine_for(Few, "few:subject")
+    assert machine.__name__ == "FewSubjectMachine"
+    names = {rule.function.__name__ for rule in machine.setup_state().rules}
+    assert names == {"admit", "finish", "launch", "retire"}
+    assert {r.function.__name__ for r in machine_for(EngineSubject, "e").setup_state().rules} == (
+        set(KINDS)
+    )
+
+
+def test_can_be_driven_by_hand() -> None:
+    totals = Totals()
+    state: Any = machine_for(EngineSubject, "engine", totals=totals)()
+    state.start(blocks=6, block_size=2, run_ahead=1, requests=0, features=0)
+    state.admit(prompt=0, identity=0, then=0)
+    state.launch(budget=0, then=0)
+    state.teardown()
+    assert totals.runs == 1
+    assert totals.operations["admit"] == {"done": 1, "refused": 0, "skipped": 0}
+    assert totals.operations["abort"]["done"] == 1, "the drain ends what still runs"
+    assert totals.ops == sum(sum(counts.values()) for counts in totals.operations.values())
+
+
+def test_says_so_when_a_replay_does_not_fail() -> None:
+    engines = [Engine, RaisesOnReset, Engine]  # the first is asked for its capabilities
+
+    def moody(configuration: Configuration) -> EngineSubject:
+        return EngineSubject(configuration, engine=engines.pop(0))
+
+    state: Any = machine_for(moody, "engine")()
+    state.start(blocks=6, block_size=2, run_ahead=1, requests=0, features=0)
+    with pytest.raises(PropertyViolated, match="may not be deterministic") as caught:
+        state.reset(then=0)
+    state.teardown()
+    assert caught.value.case.operations == [Reset()]
+
+
+def test_a_stumbling_checker_is_not_a_violation() -> None:
+    machine = machine_for(ReportsNonsense, "engine")
+    machine.TestCase.settings = settings(machine.TestCase.settings, database=None)
+    with pytest.raises(CheckerStumbled, match="the verdict is unknown: at operation 0") as caught:
+        machine.TestCase("runTest").runTest()
+    assert len(caught.value.case.operations) == 1
+    with pytest.raises(CheckerStumbled):
+        run_machine(ReportsNonsense, "engine", seconds=20, seed=0)
+
+
+# -- what `kvproof check` runs -------------------------------------------------------------------
+
+
+def test_run_machine_keeps_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    totals = Totals()
+    started = time.monotonic()
+    assert run_machine(EngineSubject, "engine", seconds=2, seed=1, totals=totals) is None
+    assert 2 <= time.monotonic() - started < 5
+    assert totals.runs > 10
+    assert all(totals.operations[kind]["done"] for kind in KINDS)
+    assert totals.goals["hit-in-use"]
+    assert totals.checked["PROV"]
+    assert not list(tmp_path.iterdir()), "it leaves nothing where the user stands"
+
+
+def test_run_machine_stops_when_told() -> None:
+    totals = Totals()
+    assert (
+        run_machine(
+            EngineSubject,
+            "engine",
+            seconds=60,
+            seed=1,
+            totals=totals,
+            stop=lambda: totals.runs >= 5,
+        )
+        is None
+    )
+    assert totals.runs == 5
+
+
+def test_run_machine_draws_the_same_from_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    factory = broken(IgnoresAdapters)
+    cases = [run_machine(factory, "engine", seconds=60, seed=seed) for seed in (3, 3, 4)]
+    assert cases[0] is not None
+    assert cases[0] == cases[1]
+    assert cases[0] != cases[2]
+    assert cases[0].seed == "machine 3/0"
+
+    monkeypatch.setattr("kvproof.fuzz.replay.subject_factory", lambda name: factory)
+    monkeypatch.setattr("kvproof.fuzz.shrink.subject_factory", lambda name: factory)
+    assert replay(cases[0]).verdict == "fail"
+    shrunk = shrink(cases[0], replays_max=1000)
+    assert shrunk is not None
+    assert len(shrunk.case.operations) <= 6
+
+
+def test_run_machine_goes_on_epoch_after_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvproof.stateful_tests.machine.EXAMPLES_PER_EPOCH", 4)
+    totals = Totals()
+    run_machine(
+        EngineSubject, "engine", seconds=60, seed=0, totals=totals, stop=lambda: totals.runs > 9
+    )
+    assert totals.runs == 10
+
+
+# -- decoding ------------------------------------------------------------------------------------
+
+
+def worlds() -> list[World]:
+    every = (1 << len(FEATURES)) - 1
+    return [world(6, 1, 1, 0, 0), world(7, 3, 2, 1, every), world(33, 16, 3, 3, every)]
+
+
+def test_every_number_decodes_to_a_valid_operation() -> None:
+    numbers = range(128)
+    for here in worlds():
+        operations = [RECIPES["admit"].build(here, p, i) for p in numbers for i in numbers]
+        operations += [RECIPES["grow"].build(here, r, g) for r in range(8) for g in range(16)]
+        operations += [operation for n in numbers for operation in follow_up(here, n)]
+        case = Case("engine", here.configuration, operations, here.features)
+        assert parse_case(dump_case(case)) == case
+
+
+def test_zero_is_the_simplest() -> None:
+    for here in worlds():
+        size = here.configuration.block_size
+        assert RECIPES["admit"].build(here, 0, 0) == Admit((Segment(0, size),))
+        assert follow_up(here, 0) == ()
+
+
+def test_lengths_lie_around_the_edges_of_blocks() -> None:
+    here = world(33, 8, 2, 0, 0)
+    admissions: list[Any] = [RECIPES["admit"].build(here, p, 0) for p in range(128)]
+    lengths = {admission.prompt[0].length for admission in admissions}
+    assert lengths == {k * 8 + edge for k in range(1, 9) for edge in (-1, 0, 1)}
+
+
+def test_features_are_those_of_the_seeded_generator() -> None:
+    assert set(FEATURES) == set(SWARM_FEATURES)
+
+
+# -- what a finding leaves behind ----------------------------------------------------------------
+
+CASE = Case(
+    "engine",
+    Configuration(blocks=6),
+    [Admit((Segment(0, 8), Segment(10, 1)), media=(Media(1, 0, 4),)), Finish(0), Abort(0)],
+    features=("media",),
+    violates="REF",
+)
+VIOLATION = Violation("REF", 'a "quoted\\" block', op=1)
+
+
+def test_the_same_finding_has_the_same_files(tmp_path: Path) -> None:
+    paths = write_finding(CASE, VIOLATION, "why", tmp_path / "new")
+    name = case_name(CASE)
+    assert [path.name for path in paths] == [f"{name}.json", f"test_{name}.py", f"{name}.txt"]
+    assert name.startswith("ref_")
+    before = {path: path.read_text() for path in paths}
+    assert write_finding(CASE, VIOLATION, "why", tmp_path / "new") == paths
+    assert {path: path.read_text() for path in (tmp_path / "new").iterdir()} == before
+
+
+def test_another_finding_is_never_overwritten(tmp_path: Path) -> None:
+    taken = tmp_path / f"{case_name(CASE)}.json"
+    taken.write_text("another case whose digest starts alike")
+    paths = write_finding(CASE, VIOLATION, "why", tmp_path)
+    assert taken.read_text() == "another case whose digest starts alike"
+    assert load_case(paths[0]) == CASE
+    assert case_name(CASE) in paths[1].name
+
+
+def test_exported_source_is_the_case() -> None:
+    names: dict[str, Any] = {}
+    source = pytest_source(CASE, f'{VIOLATION.message}\nends with a quote"')
+    exec(source, names)
+    assert names["CASE"].operations == CASE.operations
+    assert names["CASE"].configuration == CASE.configuration
+    assert VIOLATION.message in names["__doc__"]
+    assert "import pytest" not in source
+    names[f"test_{case_name(CASE)}"]()
+
+
+def test_exported_source_installs_the_seeded_fault() -> None:
+    fault = all_faults()[0]
+    case = Case("engine", Configuration(), [Reset()], fault=fault.id)
+    names: dict[str, Any] = {}
+    exec(pytest_source(case), names)
+    original = fault.target.__dict__[fault.method]
+    names[f"test_{case_name(case)}"]()
+    assert fault.target.__dict__[fault.method] is original
+
+
+def test_log_has_a_line_for_each_operation() -> None:
+    moments = replay(CASE, record=True).moments
+    lines = log_text(CASE, "why it failed", moments).splitlines()
+    assert lines[0] == "why it failed"
+    assert lines[-3].lstrip().startswith("0  Admit(prompt=(Segment(source=0, length=8)")
+    assert lines[-3].endswith("+b1,b2,b3 r0[0]")
+    assert lines[-2].split()[:4] == ["1", "Finish(request=0)", "done", "r0"]
+    assert lines[-1].split() == ["2", "Abort(request=0)", "skipped"]
+
+
+# -- speed ---------------------------------------------------------------------------------------
+
+
+def test_half_as_fast_as_a_machine_that_does_nothing() -> None:
+    speed = steps_per_second(rounds=5, examples=25)
+    assert speed.steps > 500
+    assert speed.ratio >= RATIO_MIN
+
+
+def test_bench_reports_both_machines() -> None:
+    result = bench_machine(1, examples=3)
+    assert set(result.ratios) == {"machine_over_idle"}
+    assert [m.ops for m in result.results] == [result.results[0].ops] * 2
