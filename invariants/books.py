@@ -16,8 +16,8 @@ from operator import attrgetter
 
 from kvproof.invariants.events import (
     BlockCopied,
-    BlocksEvicted,
     BlocksAllocated,
+    BlocksEvicted,
     BlocksPublished,
     BlocksReleased,
     BlocksReused,
@@ -41,6 +41,7 @@ from kvproof.invariants.operations import (
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.invariants.tags import Tags, extend_sampled, prompt_tags
+from kvproof.invariants.view import Standing
 
 _by_order = attrgetter("order")
 
@@ -90,6 +91,14 @@ class RequestModel:
     @property
     def length(self) -> int:
         return len(self.tags)
+
+    def standing(self, block_size: int) -> Standing:
+        """What the subject's view of this request should be."""
+        length = len(self.tags)
+        if not self.running:
+            return "preempted", length, 0, (0,) * len(self.tables)
+        rows = (length + block_size - 1) // block_size
+        return "running", length, self.computed, (rows,) * len(self.tables)
 
 
 class StepModel:
@@ -166,25 +175,34 @@ class GroupBooks:
             if block in self.key_of:
                 self.cached_free[block] = None
 
-    def publish(self, block: int, key: bytes, tag: int) -> None:
-        self.key_of[block] = key
-        self.blocks_of[key] = (*self.blocks_of.get(key, ()), block)
-        self.tag_of_key[key] = tag
-        self.key_of_tag[tag] = key
-        if self.refs[block] == 0:
-            self.cached_free[block] = None
-
-    def unpublish(self, block: int) -> None:
-        key = self.key_of.pop(block, None)
-        self.cached_free.pop(block, None)
-        self.owed.pop(block, None)
-        if key is None:
-            return
-        blocks = self.blocks_of.pop(key)
-        if len(blocks) > 1:
-            self.blocks_of[key] = tuple(b for b in blocks if b != block)
+    def publish(self, blocks: Sequence[int], keys: Sequence[bytes], tags: Sequence[int]) -> None:
+        """Blocks are findable under these keys, whose last positions have these tags."""
+        blocks_of = self.blocks_of
+        if blocks_of.keys().isdisjoint(keys):
+            blocks_of.update(zip(keys, zip(blocks, strict=False), strict=False))
         else:
-            self.key_of_tag.pop(self.tag_of_key.pop(key), None)
+            for block, key in zip(blocks, keys, strict=False):
+                blocks_of[key] = (*blocks_of.get(key, ()), block)
+        self.key_of.update(zip(blocks, keys, strict=False))
+        self.tag_of_key.update(zip(keys, tags, strict=False))
+        self.key_of_tag.update(zip(tags, keys, strict=False))
+        self.cached_free.update((b, None) for b in blocks if self.refs[b] == 0)
+
+    def unpublish(self, blocks: Sequence[int]) -> None:
+        """Nothing is findable in these blocks any more."""
+        for block in blocks:
+            key = self.key_of.pop(block, None)
+            if key is None:
+                continue  # PIN, VALID
+            self.cached_free.pop(block, None)
+            others = self.blocks_of.pop(key)
+            if len(others) > 1:
+                self.blocks_of[key] = tuple(b for b in others if b != block)
+            else:
+                self.key_of_tag.pop(self.tag_of_key.pop(key), None)
+        if self.owed:
+            for block in blocks:
+                self.owed.pop(block, None)
 
 
 class Books:
@@ -417,28 +435,23 @@ class Books:
             request.launched = 0
 
     def _blocks_published(self, event: BlocksPublished) -> None:
-        group = self.groups[event.group]
+        group, size, row = self.groups[event.group], self.block_size, event.row
         request = self._known(event, event.request)
         if request is None:
             return
-        position = event.row * self.block_size - 1
-        early = self.semantics.publishes == "at_allocation"
-        for row, (block, key) in enumerate(
-            zip(event.blocks, event.keys, strict=True), start=event.row
-        ):
-            position += self.block_size
-            if position >= len(request.tags):
-                continue  # not a full block: VALID has reported it
-            group.publish(block, key, request.tags[position])
-            if early and position >= request.computed:
-                group.owed[block] = (request, row)
+        # Tags end with the request's tokens: what is not a full block, VALID has reported.
+        tags = request.tags[(row + 1) * size - 1 : (row + len(event.blocks)) * size : size]
+        group.publish(event.blocks, event.keys, tags)
         group.touched += event.blocks
         group.touched_keys += event.keys
+        if self.semantics.publishes == "at_allocation":
+            for block, owed_row in zip(event.blocks, range(row, row + len(tags)), strict=False):
+                if (owed_row + 1) * size > request.computed:
+                    group.owed[block] = (request, owed_row)
 
     def _blocks_evicted(self, event: BlocksEvicted) -> None:
         group = self.groups[event.group]
-        for block in event.blocks:
-            group.unpublish(block)
+        group.unpublish(event.blocks)
         group.touched += event.blocks
         group.touched_keys += event.keys
         if event.cause == "pressure":

@@ -73,7 +73,8 @@ class Checker:
             kind: dict.fromkeys(STATUSES, 0) for kind in OPERATION_TYPES
         }
         """Operations observed, by kind and status."""
-        view = subject.view()
+        view = self._view = subject.view()
+        self._block_size = configuration.block_size
         self.checks = [check(self.books, shadows, view, self.violations.append) for check in checks]
         self.goals = Goals(self.books)
         self._interval = audit_interval(configuration.blocks) if interval is None else interval
@@ -162,9 +163,20 @@ class Checker:
         """Compare what was touched since the last time with the view."""
         self._until_settled = self._settle_every
         self.settlements += 1
+        self._compare_standings()
         for settle in self._settling:
             settle()
         self.books.settled()
+
+    def _compare_standings(self) -> None:
+        """One comparison of all that a view says of a touched request; the checks sort it out."""
+        live, size, standing = self.books.requests, self._block_size, self._view.standing
+        for request in self.books.touched_requests.values():
+            if request.id in live:
+                actual, expected = standing(request.id), request.standing(size)
+                if actual != expected:
+                    for check in self.checks:
+                        check.judge_standing(request, actual, expected)
 
     def _explain_away(self, error: Exception) -> None:
         """A checker stumbled: over a violation that is seen, or can be seen now; else raise."""
@@ -191,6 +203,7 @@ class Checker:
     def _audit(self) -> None:
         self.audits += 1
         before = len(self.violations)
+        self.books.touched_requests.update(self.books.requests)  # compare them all
         self._settle()
         for check in self.checks:
             check.audit()
@@ -212,7 +225,7 @@ class Checker:
     def _checked(self, check: Check) -> int:
         total = check.checked
         total += self.audits if type(check).audit is not Check.audit else 0
-        total += self.settlements if type(check).settle is not Check.settle else 0
+        total += self.settlements * check.settles()
         for kind, statuses in self.counts.items():
             expected = check.expecting(kind) is not None
             for status, count in statuses.items():

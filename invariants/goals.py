@@ -8,13 +8,14 @@ they mean the same for every subject.
 from __future__ import annotations
 
 from collections.abc import Mapping
+
 from msgspec import Struct
 
 from kvproof.invariants.books import Books
 from kvproof.invariants.events import (
     BlockCopied,
-    BlocksEvicted,
     BlocksAllocated,
+    BlocksEvicted,
     BlocksReleased,
     BlocksReused,
     Event,

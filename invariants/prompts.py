@@ -32,6 +32,14 @@ def _stream(source: int) -> array[int]:
     return array("I", [(base + i * _MULTIPLIER) >> 7 & _TOKEN_MASK for i in range(_STREAM)])
 
 
+@lru_cache(maxsize=2)  # subject and checker ask for the same prompt, one after the other
+def _long_prompt(prompt: tuple[Segment, ...]) -> array[int]:
+    tokens = array("I")
+    for segment in prompt:
+        tokens.frombytes(_long_segment(segment.source, segment.length))
+    return tokens
+
+
 def _long_segment(source: int, length: int) -> bytes:
     steps = np.arange(length, dtype=np.uint64) * np.uint64(_MULTIPLIER)
     base = np.uint64((source * _INCREMENT + 1) & 0xFFFF_FFFF_FFFF_FFFF)
@@ -41,18 +49,17 @@ def _long_segment(source: int, length: int) -> bytes:
 
 def prompt_length(prompt: tuple[Segment, ...]) -> int:
     """Tokens of a prompt."""
-    return sum(segment.length for segment in prompt)
+    return sum([segment.length for segment in prompt])
 
 
 def prompt_tokens(prompt: tuple[Segment, ...], media: tuple[Media, ...] = ()) -> array[int]:
     """The prompt's tokens, a new ``array("I")``."""
-    tokens = array("I")
-    short = prompt_length(prompt) <= _STREAM
-    for segment in prompt:
-        if short:
+    if prompt_length(prompt) <= _STREAM:
+        tokens = array("I")
+        for segment in prompt:
             tokens += _stream(segment.source)[: segment.length]
-        else:
-            tokens.frombytes(_long_segment(segment.source, segment.length))
+    else:
+        tokens = _long_prompt(prompt)[:]
     for item in media:
         for position in range(item.start, min(item.start + item.length, len(tokens))):
             tokens[position] = PLACEHOLDER

@@ -21,13 +21,13 @@ from typing import Any, ClassVar
 
 from msgspec import Struct
 
-from kvproof.invariants.books import Books
+from kvproof.invariants.books import Books, RequestModel
 from kvproof.invariants.events import Event
 from kvproof.invariants.operations import OPERATION_TYPES, Operation
 from kvproof.invariants.outcomes import Outcome, Status
 from kvproof.invariants.shadow import Shadow
 from kvproof.invariants.verdict import Violation
-from kvproof.invariants.view import View
+from kvproof.invariants.view import Standing, View
 
 
 class Claim(Struct, frozen=True):
@@ -106,6 +106,9 @@ class Check:
         Cost must follow what was touched, not the pool's size.
         """
 
+    def judge_standing(self, request: RequestModel, actual: Standing, expected: Standing) -> None:
+        """A touched, live request does not stand as it should: is it this check's matter?"""
+
     def audit(self) -> None:
         """Look at everything."""
 
@@ -119,6 +122,11 @@ class Check:
     ) -> None:
         """Report a violation of this check's property."""
         self._report(Violation(self.id(), message, group=group, block=block, request=request))
+
+    @classmethod
+    def settles(cls) -> bool:
+        """Whether the check compares touched state with the view."""
+        return cls.settle is not Check.settle or cls.judge_standing is not Check.judge_standing
 
     def concludes(self, kind: type[Operation], status: Status) -> bool:
         """Whether ``conclude`` has anything to say about such an operation."""

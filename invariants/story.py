@@ -12,8 +12,8 @@ from msgspec import Struct
 
 from kvproof.invariants.events import (
     BlockCopied,
-    BlocksEvicted,
     BlocksAllocated,
+    BlocksEvicted,
     BlocksPublished,
     BlocksReleased,
     BlocksReused,

@@ -68,7 +68,11 @@ def extend_tags(tags: Tags[int], last: int, tokens: Iterable[int]) -> None:
 
 def extend_sampled(tags: Tags[int], choice: int, count: int) -> None:
     """Append the tags of ``count`` tokens that ``choice`` samples after a sequence's tags."""
-    extend_tags(tags, tags[-1], sampled_tokens(choice, len(tags), count))
+    last = tags[-1]
+    for token in sampled_tokens(choice, len(tags), count):
+        mixed = token * _MIX & MASK
+        last = (last * _P + (mixed ^ mixed >> 29)) & MASK
+        tags.append(last)
 
 
 def prompt_tags(

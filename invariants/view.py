@@ -1,7 +1,7 @@
 """The read-only look at a subject's state that checkers compare with their own books.
 
-Cheap calls (``free_count``, ``ref_counts(group)[block]``, ``table``) are made after each
-operation for what it touched; the rest only by a full audit.
+Cheap calls (``free_count``, ``ref_counts(group)[block]``, ``index(group).get``, ``standing``)
+are made after operations for what they touched; the rest only by a full audit.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 RequestState = Literal["running", "preempted"]
+Standing = tuple[RequestState, int, int, tuple[int, ...]]
+"""A live request's state, its tokens (prompt, grown and sampled), how many of them are computed
+(steps in flight excluded), and the rows of its block table in each group."""
 
 
 @runtime_checkable
@@ -39,20 +42,12 @@ class View(Protocol):
         """Live requests, by first admission."""
         ...
 
-    def state(self, request: int) -> RequestState:
-        """Where a live request stands."""
+    def standing(self, request: int) -> Standing:
+        """Where a live request stands; must be cheap."""
         ...
 
     def table(self, request: int, group: int) -> Sequence[int]:
         """Physical block by logical block of a live request; empty while preempted."""
-        ...
-
-    def length(self, request: int) -> int:
-        """Tokens of a live request: prompt, grown and sampled."""
-        ...
-
-    def computed(self, request: int) -> int:
-        """Leading tokens of a live request whose KV is computed (steps in flight excluded)."""
         ...
 
     def steps_in_flight(self) -> Sequence[int]:

@@ -18,7 +18,6 @@ from kvproof.invariants.outcomes import SKIPPED, Outcome
 from kvproof.invariants.subject import Subject
 from kvproof.invariants.verdict import Violation
 
-
 CRASH = "CRASH"
 """The property that a subject breaks by raising: an operation answers, it does not raise."""
 

@@ -25,7 +25,6 @@ from kvproof.stateful_tests.harness import Harness
 from kvproof.stateful_tests.subjects import subject_factory
 
 
-
 class _ViolatedError(Exception):
     """A check failed: the replay ends here."""
 

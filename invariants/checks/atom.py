@@ -15,6 +15,7 @@ from kvproof.invariants.books import RequestModel
 from kvproof.invariants.operations import Operation
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim
+from kvproof.invariants.view import Standing
 
 
 class Atom(Check):
@@ -35,7 +36,7 @@ class Atom(Check):
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
-        self._refused: dict[int, RequestModel] = {}
+        self._refused: set[int] = set()
         self._hits: list[tuple[int, list[int]]] = []
         """What refused operations since the last settlement were about."""
 
@@ -50,32 +51,26 @@ class Atom(Check):
             )
         # What it might have touched is to be looked at as if it had.
         if outcome.request is not None and outcome.request in books.requests:
-            self._refused[outcome.request] = books.requests[outcome.request]
+            request = books.requests[outcome.request]
+            self._refused.add(request.id)
+            books.touched_requests[request.id] = request
         if outcome.reason is not None:
             self._hits += books.predicted_hits
             books.predicted_hits = []
 
+    def judge_standing(self, request: RequestModel, actual: Standing, expected: Standing) -> None:
+        if request.id in self._refused:
+            self.fail(
+                f"an operation on request {request.id} was refused, but it stands as (state, "
+                f"tokens, computed, rows) {actual}, not {expected}",
+                request=request.id,
+            )
+
     def settle(self) -> None:
-        for request in self._refused.values():
-            if self.books.requests.get(request.id) is request:
-                self._request_unchanged(request)
         self._refused.clear()
         for group, blocks in self._hits:
             self._hits_unchanged(group, blocks)
         self._hits.clear()
-
-    def _request_unchanged(self, request: RequestModel) -> None:
-        view, number = self.view, request.id
-        expected = [len(table) for table in request.tables]
-        rows = [len(view.table(number, group.group)) for group in self.groups]
-        before = (request.length, request.computed, expected)
-        after = (view.length(number), view.computed(number), rows)
-        if before != after:
-            self.fail(
-                f"an operation was refused, but request {number} went from (tokens, computed, "
-                f"blocks) {before} to {after}",
-                request=number,
-            )
 
     def _hits_unchanged(self, group: int, blocks: Sequence[int]) -> None:
         actual, expected = self.view.ref_counts(group), self.groups[group].refs

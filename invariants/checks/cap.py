@@ -35,6 +35,7 @@ from kvproof.invariants.outcomes import (
 )
 from kvproof.invariants.property import Check, Claim, OperationHandler
 from kvproof.invariants.tags import Tags
+from kvproof.invariants.view import Standing
 
 
 class Cap(Check):
@@ -169,15 +170,14 @@ class Cap(Check):
         return taken <= group.usable - group.referenced
 
     def _grow(self, operation: Grow, outcome: Outcome) -> None:
-        request = self._known(outcome.request)
+        request = self.books.requests.get(-1 if outcome.request is None else outcome.request)
         if request is None or not self.semantics.exact_admission:
             return
         size, length = self.block_size, len(request.tags)
-        needed = (length + operation.tokens + size - 1) // size
         reason = None
         for group in self.groups:
             table = request.tables[group.group]
-            take = needed - len(table)
+            take = (length + operation.tokens + size - 1) // size - len(table)
             if length % size and table and group.refs[table[-1]] > 1:
                 take += 1  # copy-on-write
             if take > group.usable - group.referenced:
@@ -231,20 +231,14 @@ class Cap(Check):
 
     # -- what done operations left ------------------------------------------------------------
 
-    def settle(self) -> None:
-        live = self.books.requests
-        for request in self.books.touched_requests.values():
-            if request.running and request.id in live:
-                self._exact_blocks(request)
-
-    def _exact_blocks(self, request: RequestModel) -> None:
-        needed = (len(request.tags) + self.block_size - 1) // self.block_size
-        for group in self.groups:
-            held = len(self.view.table(request.id, group.group))
+    def judge_standing(self, request: RequestModel, actual: Standing, expected: Standing) -> None:
+        if not request.running or actual[3] == expected[3]:
+            return
+        for group, (held, needed) in enumerate(zip(actual[3], expected[3], strict=True)):
             if held != needed:
                 self.fail(
                     f"request {request.id} has {request.length} tokens, which need {needed} "
                     f"blocks of {self.block_size}, but holds {held}",
-                    group=group.group,
+                    group=group,
                     request=request.id,
                 )

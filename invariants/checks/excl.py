@@ -115,29 +115,33 @@ class Excl(Check):
         self.checked += 1
 
     def _launched(self, event: StepLaunched) -> None:
-        for item in event.items:
-            request = self.books.known.get(item.request)
-            if request is not None:
-                for group in self.groups:
-                    self._written(group, item, request)
         self.checked += 1
+        size, known = self.block_size, self.books.known
+        for group in self.groups:
+            number, refs, key_of = group.group, group.refs, group.key_of
+            for item in event.items:
+                request = known.get(item.request)
+                if request is None:
+                    continue  # LIFE
+                first, last = item.start // size, (item.end - 1) // size
+                table, own = item.tables[number], request.tables[number]
+                if last >= len(table) or last >= len(own):
+                    self._foreign(group, item, min(len(table), len(own)), table)
+                    return
+                for row in range(first, last + 1):
+                    block = own[row]
+                    if table[row] != block:
+                        self._foreign(group, item, row, table)
+                        return
+                    if (refs[block] != 1 or block in key_of) and not self._owes(
+                        group, block, request
+                    ):
+                        self._shared(group, item, block)
+                        return
 
-    def _written(self, group: GroupBooks, item: StepItem, request: RequestModel) -> None:
-        size = self.block_size
-        table = item.tables[group.group]
-        own = request.tables[group.group]
-        refs, key_of, owed = group.refs, group.key_of, group.owed
-        for row in range(item.start // size, (item.end + size - 1) // size):
-            if row >= len(table) or row >= len(own) or table[row] != own[row]:
-                self._foreign(group, item, row, table)
-                return
-            block = own[row]
-            # Published early, its future content may be shared before its writer has run.
-            if refs[block] and block in owed and owed[block][0] is request:
-                continue
-            if refs[block] != 1 or block in key_of:
-                self._shared(group, item, block)
-                return
+    def _owes(self, group: GroupBooks, block: int, request: RequestModel) -> bool:
+        """Published early, its future content may be shared before its writer has run."""
+        return bool(group.refs[block]) and group.owed.get(block, (None,))[0] is request
 
     def _foreign(self, group: GroupBooks, item: StepItem, row: int, table: Sequence[int]) -> None:
         named = f"block {table[row]}" if row < len(table) else "no block"
@@ -163,12 +167,6 @@ class Excl(Check):
             block=block,
             request=item.request,
         )
-
-    def settle(self) -> None:
-        for request in self.books.touched_requests.values():
-            if request.computed < len(request.tags):
-                for group in self.groups:
-                    self._yet_to_write(group, request, request.computed // self.block_size)
 
     def audit(self) -> None:
         for group in self.groups:

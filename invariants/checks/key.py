@@ -37,32 +37,31 @@ class Key(Check):
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
-        self._tag_of_key: dict[tuple[int, bytes], int] = {}
-        self._key_of_tag: dict[tuple[int, int], bytes] = {}
+        # Per group: what was published, beyond what is findable now.
+        self._tag_of_key: list[dict[bytes, int]] = [{} for _ in self.groups]
+        self._key_of_tag: list[dict[int, bytes]] = [{} for _ in self.groups]
 
     def before_event(self) -> Mapping[type[Event], EventHandler]:
         return {BlocksPublished: self._published, BlocksReused: self._reused}
 
     def _published(self, event: BlocksPublished) -> None:
         request = self.books.known.get(event.request)
-        if request is None or (event.row + len(event.blocks)) * self.block_size > request.length:
+        size, row = self.block_size, event.row
+        end = (row + len(event.blocks)) * size
+        if request is None or end > request.length:
             return  # LIFE, VALID
-        if len(self._tag_of_key) > _REMEMBERED:
-            self._forget()
-        group = event.group
-        position = event.row * self.block_size - 1
-        for block, key in zip(event.blocks, event.keys, strict=True):
-            position += self.block_size
-            tag = request.tags[position]
-            known_tag = self._tag_of_key.setdefault((group, key), tag)
-            known_key = self._key_of_tag.setdefault((group, tag), key)
-            if known_tag != tag:
+        self.checked += 1
+        tags = request.tags[(row + 1) * size - 1 : end : size]
+        tag_of_key, key_of_tag = self._tag_of_key[event.group], self._key_of_tag[event.group]
+        for block, key, tag in zip(event.blocks, event.keys, tags, strict=True):
+            if tag_of_key.setdefault(key, tag) != tag:
                 self._collision(event, block, key)
                 return
-            if known_key != key:
-                self._unstable(event, block, known_key, key)
+            if key_of_tag.setdefault(tag, key) != key:
+                self._unstable(event, block, key_of_tag[tag], key)
                 return
-        self.checked += 1
+        if len(tag_of_key) > _REMEMBERED:
+            self._forget(event.group)
 
     def _collision(self, event: BlocksPublished, block: int, key: bytes) -> None:
         self.fail(
@@ -82,27 +81,24 @@ class Key(Check):
             request=event.request,
         )
 
-    def _forget(self) -> None:
+    def _forget(self, group: int) -> None:
         """Remember only what is findable, so that long runs stay flat in memory."""
-        self._tag_of_key = {
-            (books.group, key): tag
-            for books in self.books.groups
-            for key, tag in books.tag_of_key.items()
-        }
-        self._key_of_tag = {(group, tag): key for (group, key), tag in self._tag_of_key.items()}
+        findable = self.groups[group].tag_of_key
+        self._tag_of_key[group] = dict(findable)
+        self._key_of_tag[group] = {tag: key for key, tag in findable.items()}
 
     def _reused(self, event: BlocksReused) -> None:
         request = self.books.known.get(event.request)
         if request is None:
             return
-        group = self.books.groups[event.group]
-        position = event.row * self.block_size - 1
-        for block in event.blocks:
-            position += self.block_size
+        self.checked += 1
+        group, size = self.groups[event.group], self.block_size
+        tags = request.tags[(event.row + 1) * size - 1 :: size]
+        for block, tag in zip(event.blocks, tags, strict=False):
             key = group.key_of.get(block)
-            if key is None or position >= request.length:
-                return  # VALID, CAP
-            if group.tag_of_key[key] != request.tags[position]:
+            if key is None:
+                return  # VALID
+            if group.tag_of_key[key] != tag:
                 self.fail(
                     f"request {event.request} got a prefix hit on block {block}, which holds "
                     "another prefix",
@@ -111,4 +107,3 @@ class Key(Check):
                     request=event.request,
                 )
                 return
-        self.checked += 1

@@ -27,6 +27,7 @@ from kvproof.invariants.operations import (
 )
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim, OperationHandler
+from kvproof.invariants.view import Standing
 
 
 class Life(Check):
@@ -108,22 +109,15 @@ class Life(Check):
         if self.books.strays:
             event = self.books.strays.pop()
             self.fail(f"an event speaks of a request that is not live: {event}")
-        live = self.books.requests
-        for request in self.books.touched_requests.values():
-            if request.id in live:
-                self._as_expected(request)
 
-    def _as_expected(self, request: RequestModel) -> None:
-        if self.view.length(request.id) != len(request.tags):
+    def judge_standing(self, request: RequestModel, actual: Standing, expected: Standing) -> None:
+        if actual[0] != expected[0]:
             self.fail(
-                f"request {request.id} has {self.view.length(request.id)} tokens, but it was "
-                f"given {request.length}",
-                request=request.id,
+                f"request {request.id} is {actual[0]}, not {expected[0]}", request=request.id
             )
-        expected = "running" if request.running else "preempted"
-        if self.view.state(request.id) != expected:
+        if actual[1] != expected[1]:
             self.fail(
-                f"request {request.id} is {self.view.state(request.id)}, not {expected}",
+                f"request {request.id} has {actual[1]} tokens, but it was given {expected[1]}",
                 request=request.id,
             )
 
@@ -136,22 +130,16 @@ class Life(Check):
         if list(self.view.steps_in_flight()) != steps:
             self.fail(f"steps {list(self.view.steps_in_flight())} are in flight, not {steps}")
         for request in self.books.requests.values():
-            self._as_expected(request)
-            self._audit_request(request)
+            self._audit_table(request)
 
-    def _audit_request(self, request: RequestModel) -> None:
-        if self.view.computed(request.id) != request.computed:
-            self.fail(
-                f"request {request.id} counts {self.view.computed(request.id)} tokens as "
-                f"computed, but {request.computed} are",
-                request=request.id,
-            )
-        for group in self.books.groups:
+    def _audit_table(self, request: RequestModel) -> None:
+        for group in self.groups:
             table = self.view.table(request.id, group.group)
             own = request.tables[group.group]
             if len(table) != len(own) or list(table) != own:
                 self.fail(
-                    f"the table of request {request.id} is {list(table)}, but it was given {own}",
+                    f"the table of request {request.id} is {list(table)}, but it was given "
+                    f"{own}",
                     group=group.group,
                     request=request.id,
                 )

@@ -16,8 +16,8 @@ from itertools import islice
 from kvproof.invariants.books import GroupBooks
 from kvproof.invariants.events import (
     BlockCopied,
-    BlocksEvicted,
     BlocksAllocated,
+    BlocksEvicted,
     BlocksReleased,
     Event,
 )

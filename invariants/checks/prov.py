@@ -122,25 +122,20 @@ class Prov(Check):
         step = self.books.retired
         if step is None:
             return
-        groups = range(len(self.shadows))
-        # All writes of a step come before its reads: layer by layer, K and V before attention.
-        for item, request in step.items:
-            for group in groups:
-                self.shadows[group].write(request.tags, item.start, item.end, item.tables[group])
-        for item, request in step.items:
-            for group in groups:
-                self._read(item, request, group)
         self.checked += 1
-
-    def _read(self, item: StepItem, request: RequestModel, group: int) -> None:
-        live = request.epoch == item.epoch
-        verified = request.verified[group] if live else 0
-        # What the step has just written is in place; what was verified before has not changed
-        # since, or EXCL or REF would have reported the write, the release or the eviction.
-        if verified < item.start:
-            self._compare(request, group, verified, item.start, item.tables[group])
-        if live and item.end > verified:
-            request.verified[group] = item.end
+        for group, shadow in enumerate(self.shadows):
+            # All writes of a step come before its reads: in each layer, K and V before attention.
+            for item, request in step.items:
+                shadow.write(request.tags, item.start, item.end, item.tables[group])
+            for item, request in step.items:
+                # What the step has just written is in place; what was verified before has not
+                # changed since, or EXCL or REF would have reported the write or the release.
+                live = request.epoch == item.epoch
+                verified = request.verified[group] if live else 0
+                if verified < item.start:
+                    self._compare(request, group, verified, item.start, item.tables[group])
+                if live:
+                    request.verified[group] = item.end
 
     def _compare(
         self, request: RequestModel, group: int, start: int, end: int, table: Sequence[int]

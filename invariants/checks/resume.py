@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from kvproof.invariants.books import RequestModel
 from kvproof.invariants.events import Event, StepItem, StepLaunched
 from kvproof.invariants.property import Check, Claim, EventHandler
+from kvproof.invariants.view import Standing
 
 
-class Resume_(Check):  # noqa: N801 — `Resume` is the operation
+class Resume_(Check):
     """Preemption by recompute is invisible in tokens and tables."""
 
     claims = (
@@ -78,30 +79,16 @@ class Resume_(Check):  # noqa: N801 — `Resume` is the operation
             )
         return None
 
-    def settle(self) -> None:
-        live = self.books.requests
-        for request in self.books.touched_requests.values():
-            if request.id in live:
-                self._computed(request)
-                if not request.running:
-                    self._holds_nothing(request)
-
-    def _computed(self, request: RequestModel) -> None:
-        actual = self.view.computed(request.id)
-        if actual != request.computed:
+    def judge_standing(self, request: RequestModel, actual: Standing, expected: Standing) -> None:
+        if actual[2] != expected[2]:
             self.fail(
-                f"request {request.id} counts {actual} tokens as computed, but "
-                f"{request.computed} are",
+                f"request {request.id} counts {actual[2]} tokens as computed, but {expected[2]} "
+                "are",
                 request=request.id,
             )
-
-    def _holds_nothing(self, request: RequestModel) -> None:
-        for group in self.groups:
-            table = list(self.view.table(request.id, group.group))
-            if table:
-                self.fail(
-                    f"request {request.id} is preempted, but its table holds {table}",
-                    group=group.group,
-                    block=table[0],
-                    request=request.id,
-                )
+        if not request.running and actual[3] != expected[3]:
+            self.fail(
+                f"request {request.id} is preempted, but its table holds "
+                f"{list(self.view.table(request.id, 0))}",
+                request=request.id,
+            )

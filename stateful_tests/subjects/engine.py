@@ -33,7 +33,7 @@ from kvproof.invariants.operations import (
 from kvproof.invariants.outcomes import SKIPPED, Outcome
 from kvproof.invariants.prompts import clip_media, prompt_tokens, sampled_tokens
 from kvproof.invariants.subject import Configuration, Semantics
-from kvproof.invariants.view import RequestState
+from kvproof.invariants.view import Standing
 
 
 class _Index(Mapping[bytes, Sequence[int]]):
@@ -79,17 +79,17 @@ class EngineView:
     def requests(self) -> Sequence[int]:
         return list(self._engine.requests)
 
-    def state(self, request: int) -> RequestState:
-        return "running" if self._engine.requests[request].running else "preempted"
+    def standing(self, request: int) -> Standing:
+        found = self._engine.requests[request]
+        return (
+            "running" if found.running else "preempted",
+            len(found.tokens),
+            found.computed,
+            tuple([len(table) for table in found.tables]),
+        )
 
     def table(self, request: int, group: int) -> Sequence[int]:
         return self._engine.requests[request].tables[group]
-
-    def length(self, request: int) -> int:
-        return len(self._engine.requests[request].tokens)
-
-    def computed(self, request: int) -> int:
-        return self._engine.requests[request].computed
 
     def steps_in_flight(self) -> Sequence[int]:
         return [step.number for step in self._engine.steps]

@@ -42,8 +42,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from kvproof.invariants.events import (
-    BlocksEvicted,
     BlocksAllocated,
+    BlocksEvicted,
     BlocksPublished,
     BlocksReleased,
     BlocksReused,
@@ -91,7 +91,7 @@ from kvproof.invariants.prompts import (
     sampled_tokens,
 )
 from kvproof.invariants.subject import Configuration, Semantics
-from kvproof.invariants.view import RequestState
+from kvproof.invariants.view import Standing
 from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
 
 if TYPE_CHECKING:
@@ -337,17 +337,13 @@ class VllmManagerView:
     def requests(self) -> Sequence[int]:
         return list(self._subject.live)
 
-    def state(self, request: int) -> RequestState:
-        return "running" if self._subject.live[request].running else "preempted"
+    def standing(self, request: int) -> Standing:
+        found = self._subject.live[request]
+        rows = len(self._subject.table(found))
+        return "running" if found.running else "preempted", found.length, found.computed, (rows,)
 
     def table(self, request: int, group: int) -> Sequence[int]:
         return [block.block_id for block in self._subject.table(self._subject.live[request])]
-
-    def length(self, request: int) -> int:
-        return self._subject.live[request].length
-
-    def computed(self, request: int) -> int:
-        return self._subject.live[request].computed
 
     def steps_in_flight(self) -> Sequence[int]:
         return [step.step for step in self._subject.steps]
@@ -383,6 +379,7 @@ class VllmManagerSubject:
         exact_admission=True,
         exact_hits=True,
         chunks=False,
+        runs_ahead=True,
     )
 
     def __init__(self, configuration: Configuration) -> None:

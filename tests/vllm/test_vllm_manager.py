@@ -15,8 +15,8 @@ import pytest
 
 from kvproof.fuzz.swarm import draw_run
 from kvproof.invariants.events import (
-    BlocksEvicted,
     BlocksAllocated,
+    BlocksEvicted,
     BlocksPublished,
     BlocksReleased,
     BlocksReused,
@@ -107,7 +107,7 @@ def state(view: View) -> object:
         list(view.ref_counts(0)),
         {key: list(blocks) for key, blocks in view.index(0).items()},
         [
-            (r, view.state(r), list(view.table(r, 0)), view.length(r), view.computed(r))
+            (r, view.standing(r), list(view.table(r, 0)))
             for r in view.requests()
         ],
         list(view.steps_in_flight()),
@@ -136,7 +136,7 @@ def test_a_table_grows_with_its_tokens() -> None:
     view = subject.view()
     assert len(view.table(0, 0)) == 2
     assert subject.apply(Grow(0, 3)) == Outcome("done", None, 0)
-    assert (view.length(0), len(view.table(0, 0))) == (8, 2)
+    assert (view.standing(0)[1], len(view.table(0, 0))) == (8, 2)
     assert subject.apply(Grow(0, 1)).status == "done"
     table = view.table(0, 0)
     assert (len(table), view.free_count(0)) == (3, 5)
@@ -169,13 +169,13 @@ def test_a_hit_before_the_content_is_computed() -> None:
     assert subject.apply(admit(9)).cached_tokens == 0
     assert subject.apply(admit(10)).cached_tokens == 8
     view = subject.view()
-    assert (view.computed(0), view.computed(1)) == (0, 8)
+    assert (view.standing(0)[2], view.standing(1)[2]) == (0, 8)
     assert subject.apply(Launch()).count == 9 + 2
     (step,) = told(subject, StepLaunched)
     assert [(item.request, item.start, item.end) for item in step.items] == [(0, 0, 9), (1, 8, 10)]
     assert step.items[0].tables[0][:2] == step.items[1].tables[0][:2]
     assert subject.apply(Retire()).count == 2
-    assert (view.computed(0), view.computed(1)) == (9, 10)
+    assert (view.standing(0)[2], view.standing(1)[2]) == (9, 10)
 
 
 def test_a_step_keeps_the_tables_of_its_launch() -> None:
@@ -269,12 +269,12 @@ def test_a_preempted_request_comes_back_with_its_tokens_and_blocks() -> None:
     view = subject.view()
     table = list(view.table(0, 0))
     assert subject.apply(Preempt(0)).status == "done"
-    assert (view.state(0), list(view.table(0, 0)), view.computed(0)) == ("preempted", [], 0)
-    assert view.length(0) == 9
+    assert (view.standing(0)[0], list(view.table(0, 0)), view.standing(0)[2]) == ("preempted", [], 0)
+    assert view.standing(0)[1] == 9
     assert subject.apply(Launch()).reason == NOTHING_TO_RUN
     assert subject.apply(Resume(5)) == Outcome("done", None, 0, 8)
     assert list(view.table(0, 0))[:2] == table[:2]
-    assert (view.state(0), view.computed(0), view.length(0)) == ("running", 8, 9)
+    assert (view.standing(0)[0], view.standing(0)[2], view.standing(0)[1]) == ("running", 8, 9)
     subject.drain_events()
     subject.apply(Launch())
     (step,) = told(subject, StepLaunched)
@@ -547,9 +547,9 @@ class Ledger:
         assert list(view.requests()) == list(self.tables)
         for request, table in self.tables.items():
             assert list(view.table(request, 0)) == table
-            assert view.length(request) == self.lengths[request]
-            assert view.computed(request) == self.computed[request]
-            assert (view.state(request) == "preempted") == (request in self.preempted)
+            assert view.standing(request)[1] == self.lengths[request]
+            assert view.standing(request)[2] == self.computed[request]
+            assert (view.standing(request)[0] == "preempted") == (request in self.preempted)
         assert list(view.steps_in_flight()) == [step.step for step in self.steps]
 
 
