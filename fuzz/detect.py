@@ -11,8 +11,9 @@ from msgspec.structs import replace
 
 from kvproof.fuzz.faults import Fault
 from kvproof.fuzz.replay import replay
-from kvproof.fuzz.search import Tally, search
+from kvproof.fuzz.search import search
 from kvproof.fuzz.shrink import shrink
+from kvproof.stateful_tests.totals import Totals
 
 
 class Detection(Struct, frozen=True):
@@ -105,9 +106,9 @@ def detect_fault(fault: Fault, *, seed: str, seeds: int, seconds: float) -> Dete
 
 
 def _search_once(fault: Fault, seed: str, seconds: float) -> _Trial:
-    tally, calls = Tally(), fault.calls()
+    totals, calls = Totals(), fault.calls()
     started = time.process_time()
-    found = search("engine", seed, seconds=seconds, tally=tally, fault=fault.id)
+    found = search("engine", seed, seconds=seconds, totals=totals, fault=fault.id)
     elapsed = time.process_time() - started
     reached = fault.calls() > calls
     if found is None:
@@ -122,7 +123,7 @@ def _search_once(fault: Fault, seed: str, seconds: float) -> _Trial:
         reached,
         triggered=as_found.digest != unmodified.digest or as_found.verdict != unmodified.verdict,
         found=True,
-        ops=tally.ops,
+        ops=totals.ops,
         seconds=elapsed,
         shrunk_ops=len(shrunk.case.operations),
         properties=frozenset(properties),
@@ -131,10 +132,10 @@ def _search_once(fault: Fault, seed: str, seconds: float) -> _Trial:
 
 def run_clean(seed: str, ops: int) -> CleanRun:
     """The unmodified engine, for at least so many operations."""
-    tally = Tally()
+    totals = Totals()
     number = violations = 0
-    while tally.ops < ops:
-        found = search("engine", f"{seed}/{number}", seconds=600, tally=tally, runs_max=50)
+    while totals.ops < ops:
+        found = search("engine", f"{seed}/{number}", seconds=600, totals=totals, runs_max=50)
         violations += found is not None
         number += 1
-    return CleanRun(tally.ops, violations + len(tally.problems))
+    return CleanRun(totals.ops, violations + len(totals.problems))

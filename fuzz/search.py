@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from kvproof.fuzz.faults import fault_by_id
 from kvproof.fuzz.swarm import Draw, draw_run
@@ -16,35 +16,7 @@ from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Violation, primary
 from kvproof.stateful_tests.harness import Harness
 from kvproof.stateful_tests.subjects import SubjectFactory, subject_factory
-
-
-class Tally(Struct):
-    """What a search did, added up over its runs."""
-
-    runs: int = 0
-    ops: int = 0
-    seconds: float = 0.0
-    operations: dict[str, dict[str, int]] = field(default_factory=dict)
-    goals: dict[str, int] = field(default_factory=dict)
-    checked: dict[str, int] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    """Why the verdict is unknown: a checker stumbled."""
-
-    def add(self, harness: Harness) -> None:
-        """Add a finished run."""
-        self.runs += 1
-        self.ops += harness.checker.operations
-        for kind, counts in harness.operation_counts().items():
-            total = self.operations.setdefault(kind, dict.fromkeys(counts, 0))
-            for status, count in counts.items():
-                total[status] += count
-        _add(self.goals, harness.checker.goals.hits)
-        _add(self.checked, harness.checker.checked())
-
-
-def _add(total: dict[str, int], more: dict[str, int]) -> None:
-    for name, count in more.items():
-        total[name] = total.get(name, 0) + count
+from kvproof.stateful_tests.totals import Totals
 
 
 class Found(Struct, frozen=True):
@@ -60,10 +32,10 @@ def search(
     seed: str,
     *,
     seconds: float,
-    tally: Tally,
+    totals: Totals,
     fault: str | None = None,
     runs_max: int | None = None,
-    on_run: Callable[[Tally], None] | None = None,
+    on_run: Callable[[Totals], None] | None = None,
 ) -> Found | None:
     """Run draws ``seed/0``, ``seed/1``, … until one fails or the time is up.
 
@@ -74,8 +46,8 @@ def search(
     started = time.perf_counter()
     with planted.installed() if planted else nullcontext():
         for draw in _draws(factory, seed, runs_max):
-            found = _run(factory, draw, tally)
-            tally.seconds = time.perf_counter() - started
+            found = _run(factory, draw, totals)
+            totals.seconds = time.perf_counter() - started
             if found is not None:
                 operations, violation = found
                 case = Case(
@@ -89,8 +61,8 @@ def search(
                 )
                 return Found(case, violation)
             if on_run is not None:
-                on_run(tally)
-            if tally.seconds >= seconds:
+                on_run(totals)
+            if totals.seconds >= seconds:
                 return None
     return None
 
@@ -103,7 +75,7 @@ def _draws(factory: SubjectFactory, seed: str, runs_max: int | None) -> Iterator
         number += 1
 
 
-def _run(factory: SubjectFactory, draw: Draw, tally: Tally) -> tuple[list, Violation] | None:
+def _run(factory: SubjectFactory, draw: Draw, totals: Totals) -> tuple[list, Violation] | None:
     harness = Harness(factory(draw.configuration))
     operations = list(draw.operations)
     try:
@@ -112,8 +84,8 @@ def _run(factory: SubjectFactory, draw: Draw, tally: Tally) -> tuple[list, Viola
             operations += harness.drain()
             harness.audit()
     except CheckerError as error:
-        tally.problems.append(f"run {draw.seed}: {error}")
-    tally.add(harness)
+        totals.problems.append(f"run {draw.seed}: {error}")
+    totals.add(harness)
     if not harness.violations:
         return None
     violation = primary(harness.violations)

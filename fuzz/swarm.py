@@ -104,7 +104,9 @@ class _Arguments:
         self._steady_tokens = rng.choice((0, 1, 1, self._size))
         self._choices = rng.choice((1, 2, 4))
         self._stems = rng.choice((1, 1, 2, 3))
-        self._places = [(rng.randrange(self._size * 2), 1 + rng.randrange(self._size * 2)) for _ in "ab"]
+        self._places = [
+            (rng.randrange(self._size * 2), 1 + rng.randrange(self._size * 2)) for _ in "ab"
+        ]
         """Where media begin in prompts, and how long they are: few places, so that they meet."""
         self._rows = max(1, self._blocks // rng.choice((2, 4, 8, 16)))
         self._draw: dict[str, Callable[[], Operation]] = {

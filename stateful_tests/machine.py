@@ -28,7 +28,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from kvproof.invariants.case import Case, dump_case
@@ -48,6 +48,7 @@ from kvproof.stateful_tests.strategies import (
     world,
 )
 from kvproof.stateful_tests.subjects import SubjectFactory
+from kvproof.stateful_tests.totals import Totals
 
 EXAMPLES_PER_EPOCH = 1000
 """Hypothesis remembers every example of one execution (#3975): a campaign starts afresh."""
@@ -80,39 +81,6 @@ class OnFailure(Protocol):
     ) -> Sequence[Path]: ...
 
 
-class Adds(Protocol):
-    """What sums runs up: :class:`Totals`, or another of its shape."""
-
-    def add(self, harness: Harness) -> None: ...
-
-
-class Totals(Struct):
-    """Sums over all runs of one or more executions."""
-
-    runs: int = 0
-    ops: int = 0
-    operations: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By kind: done, refused, skipped; those of the drains included."""
-    goals: dict[str, int] = field(default_factory=dict)
-    """Must-hit situations: how often each was met."""
-    checked: dict[str, int] = field(default_factory=dict)
-    """Properties: how often each was put to the test."""
-
-    def add(self, harness: Harness) -> None:
-        """Add one finished run."""
-        self.runs += 1
-        self.ops += harness.checker.operations
-        for kind, counts in harness.operation_counts().items():
-            _add(self.operations.setdefault(kind, {}), counts)
-        _add(self.goals, harness.checker.goals.hits)
-        _add(self.checked, harness.checker.checked())
-
-
-def _add(totals: dict[str, int], counts: dict[str, int]) -> None:
-    for name, number in counts.items():
-        totals[name] = totals.get(name, 0) + number
-
-
 class Setup(Struct, frozen=True):
     """What a machine drives, and whom it tells."""
 
@@ -120,7 +88,7 @@ class Setup(Struct, frozen=True):
     name: str
     audit_interval: int | None = None
     on_failure: OnFailure | None = None
-    totals: Adds | None = None
+    totals: Totals | None = None
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -301,7 +269,7 @@ def machine_for(
     *,
     audit_interval: int | None = None,
     on_failure: OnFailure | None = None,
-    totals: Adds | None = None,
+    totals: Totals | None = None,
 ) -> type[CacheMachine]:
     """The machine over the subjects that ``factory`` builds.
 
@@ -382,7 +350,7 @@ def run_machine(
     *,
     seconds: float,
     seed: int | str,
-    totals: Adds | None = None,
+    totals: Totals | None = None,
     stop: Callable[[], bool] | None = None,
     audit_interval: int | None = None,
 ) -> Case | None:

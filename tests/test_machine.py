@@ -16,7 +16,7 @@ from hypothesis import settings
 
 from kvproof.engine.engine import Engine
 from kvproof.engine.request import Request
-from kvproof.fuzz.bench.machine import RATIO_MIN, bench_machine, steps_per_second
+from kvproof.fuzz.bench.machine import bench_machine
 from kvproof.fuzz.faults import all_faults
 from kvproof.fuzz.replay import replay
 from kvproof.fuzz.shrink import shrink
@@ -31,13 +31,13 @@ from kvproof.stateful_tests.export import case_name, log_text, pytest_source, wr
 from kvproof.stateful_tests.machine import (
     CheckerStumbled,
     PropertyViolated,
-    Totals,
     machine_for,
     run_machine,
 )
 from kvproof.stateful_tests.strategies import FEATURES, RECIPES, World, follow_up, world
 from kvproof.stateful_tests.subjects import SubjectFactory
 from kvproof.stateful_tests.subjects.engine import EngineSubject
+from kvproof.stateful_tests.totals import Totals
 
 # -- engines with one mistake each --------------------------------------------------------------
 
@@ -376,12 +376,6 @@ def test_log_has_a_line_for_each_operation() -> None:
 
 
 # -- speed ---------------------------------------------------------------------------------------
-
-
-def test_half_as_fast_as_a_machine_that_does_nothing() -> None:
-    speed = steps_per_second(rounds=5, examples=25)
-    assert speed.steps > 500
-    assert speed.ratio >= RATIO_MIN
 
 
 def test_bench_reports_both_machines() -> None:

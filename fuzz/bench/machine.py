@@ -25,14 +25,11 @@ from msgspec import Struct
 from kvproof.fuzz.bench.engine import Measurement
 from kvproof.fuzz.bench.machine_info import Calibration, MachineInfo, calibrate, machine_info
 from kvproof.invariants.subject import Configuration
-from kvproof.stateful_tests.machine import Totals, generation_settings, machine_for
+from kvproof.stateful_tests.machine import generation_settings, machine_for
 from kvproof.stateful_tests.strategies import FOLLOW_UPS, RECIPES, WORLD_ARGUMENTS
 from kvproof.stateful_tests.subjects import SubjectFactory
 from kvproof.stateful_tests.subjects.engine import EngineSubject
-
-RATIO_MIN = 0.5
-"""What is asked of the machine: half the steps a second of the idle one."""
-
+from kvproof.stateful_tests.totals import Totals
 
 class MachineSpeed(Struct, frozen=True):
     """Both machines, by their best rounds."""

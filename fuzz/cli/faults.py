@@ -30,9 +30,7 @@ def list_faults(as_json: JsonOption = False) -> None:
     """
     if as_json:
         fields = ("id", "property", "source", "summary", "shortest", "also")
-        print_json(
-            {"faults": [{f: getattr(fault, f) for f in fields} for fault in all_faults()]}
-        )
+        print_json({"faults": [{f: getattr(fault, f) for f in fields} for fault in all_faults()]})
         return
     table(
         "Seeded faults",
@@ -81,9 +79,7 @@ def detect(
     finish("pass" if good else "fail")
 
 
-def _show(
-    faults: list[Fault], detections: list[Detection], clean: CleanRun, good: bool
-) -> None:
+def _show(faults: list[Fault], detections: list[Detection], clean: CleanRun, good: bool) -> None:
     rows = [
         (
             d.id,
@@ -113,9 +109,7 @@ def _show(
         ),
         rows,
     )
-    console.print(
-        f"Unmodified engine: {clean.ops:,} operations, {clean.violations} violations."
-    )
+    console.print(f"Unmodified engine: {clean.ops:,} operations, {clean.violations} violations.")
     show_verdict(
         "pass" if good else "fail",
         "every fault was found in every search, and shrank to at most twice its shortest run"

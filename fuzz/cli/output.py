@@ -25,7 +25,9 @@ EXIT_BAD_INPUT = 2
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object for machines.")]
 SeedOption = Annotated[
     str | None,
-    typer.Option(help="Where random choices start; printed with each result.", show_default="random"),
+    typer.Option(
+        help="Where random choices start; printed with each result.", show_default="random"
+    ),
 ]
 
 console = Console(highlight=False, soft_wrap=True)
@@ -71,9 +73,7 @@ def _cell(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def violation_fields(
-    violation: Violation, explanation: str, case: str | None
-) -> dict[str, object]:
+def violation_fields(violation: Violation, explanation: str, case: str | None) -> dict[str, object]:
     """A violation as ``--json`` prints it."""
     return {
         "property": violation.property,

@@ -132,5 +132,3 @@ class TraceRun:
             operations,  # type: ignore[arg-type]
             violates=self._harness.violations[0].property,
         )
-
-

@@ -1,0 +1,140 @@
+"""What ``kvproof check`` does: both drivers over one subject within a time budget.
+
+First the seeded loop, which reaches rare situations fast, then the Hypothesis machine, which
+draws otherwise.  The first failing run is shrunk, replayed and told.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from kvproof.fuzz.replay import replay
+from kvproof.fuzz.search import search
+from kvproof.fuzz.shrink import shrink
+from kvproof.fuzz.verdicts import judge
+from kvproof.invariants.case import Case
+from kvproof.invariants.story import explain
+from kvproof.invariants.subject import Configuration
+from kvproof.invariants.verdict import Verdict, Violation, primary
+from kvproof.stateful_tests.export import write_finding
+from kvproof.stateful_tests.machine import CheckerStumbled, run_machine
+from kvproof.stateful_tests.subjects import subject_factory
+from kvproof.stateful_tests.totals import Totals
+
+MACHINE_SHARE = 0.5
+"""Part of the time that the Hypothesis machine gets."""
+
+Progress = Callable[[float, str], None]
+"""Hears how many seconds have passed, and a few words."""
+
+
+class Finding(Struct, frozen=True):
+    """A violation, shrunk and told."""
+
+    violation: Violation
+    explanation: str
+    case: Case
+    found_ops: int
+    """Operations of the run as it was found."""
+    driver: str
+    files: Sequence[Path]
+    """Case, pytest file and log; empty if nothing was to be written."""
+
+
+class Report(Struct, frozen=True):
+    """The outcome of a check."""
+
+    subject: str
+    seed: str
+    verdict: Verdict
+    reasons: Sequence[str]
+    """Why the verdict is unknown."""
+    loop: Totals
+    machine: Totals
+    total: Totals
+    finding: Finding | None
+
+
+def check_subject(
+    subject: str,
+    *,
+    seconds: float,
+    seed: str,
+    out: Path | None,
+    fault: str | None = None,
+    progress: Progress = lambda done, text: None,
+) -> Report:
+    """Drive the subject for so long, or until something fails.
+
+    Raises InputError if there is no such subject or fault, or if it is not installed.
+    """
+    factory = subject_factory(subject)
+    started = time.perf_counter()
+    loop, machine = Totals(), Totals()
+
+    def told(totals: Totals) -> None:
+        progress(time.perf_counter() - started, f"{loop.ops + machine.ops:,} operations")
+
+    share = seconds * (1 - MACHINE_SHARE)
+    found = search(subject, seed, seconds=share, totals=loop, fault=fault, on_run=told)
+    case, driver = (found.case, "seeded loop") if found else (None, "")
+    left = seconds - (time.perf_counter() - started)
+    if case is None and left > 0 and fault is None:
+        case, driver = _drive_machine(factory, subject, left, seed, machine, told), "machine"
+    finding = _finding(case, driver, out) if case is not None else None
+    total = loop.merged(machine)
+    judgement = judge(
+        factory(Configuration()),
+        total.operations,
+        total.goals,
+        failed=finding is not None,
+        problems=tuple(total.problems),
+    )
+    return Report(
+        subject, seed, judgement.verdict, judgement.reasons, loop, machine, total, finding
+    )
+
+
+def _drive_machine(
+    factory: Callable, subject: str, seconds: float, seed: str, totals: Totals, told: Callable
+) -> Case | None:
+    started = time.perf_counter()
+
+    def stop() -> bool:
+        totals.seconds = time.perf_counter() - started
+        told(totals)
+        return False
+
+    try:
+        return run_machine(factory, subject, seconds=seconds, seed=seed, totals=totals, stop=stop)
+    except CheckerStumbled as error:
+        totals.problems.append(str(error))
+        return None
+
+
+def _finding(case: Case, driver: str, out: Path | None) -> Finding | None:
+    """Shrink and tell.
+
+    A run whose violation is gone in a replay would be a false alarm or a subject that is not
+    deterministic; it is told as it was found, under the property that it showed.
+    """
+    shrunk = shrink(case)
+    small = shrunk.case if shrunk else case
+    result = replay(small, record=True)
+    if not result.violations:
+        violation = Violation(
+            case.violates or "CRASH",
+            "the run failed once, but not in a replay: the subject is not deterministic",
+        )
+        explanation = f"{violation.property}: {violation.message}"
+    else:
+        violation = shrunk.violation if shrunk else primary(result.violations)
+        explanation = explain(violation, result.moments, small.configuration.block_size)
+    files: Sequence[Path] = ()
+    if out is not None:
+        files = write_finding(small, violation, explanation, out, moments=result.moments)
+    return Finding(violation, explanation, small, len(case.operations), driver, files)

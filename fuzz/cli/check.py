@@ -1,0 +1,152 @@
+"""``kvproof check``: drive a subject and check everything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvproof.fuzz.campaign import Finding, Report, check_subject
+from kvproof.fuzz.cli.output import (
+    JsonOption,
+    SeedOption,
+    console,
+    finish,
+    fresh_seed,
+    print_json,
+    progress_bar,
+    show_verdict,
+    table,
+    violation_fields,
+)
+from kvproof.fuzz.verdicts import reachable_goals
+from kvproof.invariants.case import dump_case
+from kvproof.invariants.goals import Goal
+from kvproof.invariants.subject import Configuration
+from kvproof.stateful_tests.subjects import SUBJECT_NAMES, subject_factory
+
+_SHOWN_CASE_LINES = 40
+
+
+def check(
+    subject: Annotated[
+        str, typer.Option(help=f"What to drive: {', '.join(SUBJECT_NAMES)}.")
+    ] = "engine",
+    seconds: Annotated[float, typer.Option(min=0.1, help="Time budget.")] = 30.0,
+    seed: SeedOption = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for what is found: case, pytest file and log.")
+    ] = Path("kvproof-findings"),
+    fault: Annotated[
+        str | None,
+        typer.Option(help="Plant a seeded fault first, to see it found (engine only)."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Drive a paged KV cache with generated operations, and check each one.
+
+    Half of the time goes to a fast seeded loop, half to a Hypothesis state machine.  A failing
+    run is shrunk, explained, and written as a case, a pytest file and a log.
+
+    Examples: [bold]kvproof check[/]   [bold]kvproof check --fault no-copy-on-write[/]
+    """
+    seed = fresh_seed(seed)
+    with progress_bar(f"checking {subject}", seconds) as bar:
+        report = check_subject(
+            subject, seconds=seconds, seed=seed, out=out, fault=fault, progress=bar.update
+        )
+    goals = reachable_goals(subject_factory(subject)(Configuration()))
+    if as_json:
+        print_json(_fields(report, goals))
+    else:
+        _show(report, goals)
+    finish(report.verdict)
+
+
+def _fields(report: Report, goals: tuple[Goal, ...]) -> dict[str, object]:
+    total, finding = report.total, report.finding
+    violations = []
+    if finding is not None:
+        case = str(finding.files[0]) if finding.files else None
+        violations = [violation_fields(finding.violation, finding.explanation, case)]
+    return {
+        "verdict": report.verdict,
+        "reasons": list(report.reasons),
+        "subject": report.subject,
+        "seed": report.seed,
+        "ops": total.ops,
+        "seconds": round(total.seconds, 3),
+        "ops_per_second": round(total.ops / total.seconds) if total.seconds else 0,
+        "drivers": {
+            "loop": {"ops": report.loop.ops, "seconds": round(report.loop.seconds, 3)},
+            "machine": {"ops": report.machine.ops, "seconds": round(report.machine.seconds, 3)},
+        },
+        "operations": total.operations,
+        "violations": violations,
+        "goals": [{"id": g.id, "hits": total.goals.get(g.id, 0), "rare": g.rare} for g in goals],
+        "invariants": [{"id": name, "checked": n} for name, n in total.checked.items()],
+    }
+
+
+def _show(report: Report, goals: tuple[Goal, ...]) -> None:
+    total = report.total
+    rows = [(kind, c["done"], c["refused"], c["skipped"]) for kind, c in total.operations.items()]
+    table("Operations", ("kind", "done", "refused", "skipped"), rows)
+    if report.finding is None:  # a run that ended early at a violation has missed a lot
+        _show_goals(report, goals)
+    checked = "  ".join(f"{name} {count:,}" for name, count in total.checked.items())
+    console.print(f"[bold]Checks made[/]  {checked}", markup=True)
+    if report.finding is not None:
+        _show_finding(report.finding)
+    _show_summary(report)
+
+
+def _show_goals(report: Report, goals: tuple[Goal, ...]) -> None:
+    reached = [goal for goal in goals if report.total.goals.get(goal.id)]
+    missed = [goal for goal in goals if goal not in reached]
+    console.print(f"[bold]Situations reached[/]  {len(reached)} of {len(goals)}", markup=True)
+    for goal in missed:
+        rare = " (rare: may be missed)" if goal.rare else ""
+        console.print(f"  not reached: {goal.id}, {goal.situation}{rare}", markup=False)
+
+
+def _show_finding(finding: Finding) -> None:
+    console.print(f"\n{finding.explanation}\n", markup=False)
+    lines = dump_case(finding.case).splitlines()
+    for line in lines[:_SHOWN_CASE_LINES]:
+        console.print(line, markup=False)
+    if len(lines) > _SHOWN_CASE_LINES:
+        console.print(f"  … {len(lines) - _SHOWN_CASE_LINES} more lines")
+    console.print(
+        f"Found by the {finding.driver} in a run of {finding.found_ops} operations, shrunk to "
+        f"{len(finding.case.operations)}."
+    )
+    for path in finding.files:
+        console.print(f"  written: {path}", markup=False)
+    if finding.files:
+        console.print(f"  replay:  kvproof replay {finding.files[0]} --log", markup=False)
+
+
+def _show_summary(report: Report) -> None:
+    total = report.total
+    speeds = [
+        f"{name} {totals.ops / totals.seconds:,.0f}/s"
+        for name, totals in (("seeded loop", report.loop), ("Hypothesis machine", report.machine))
+        if totals.seconds
+    ]
+    show_verdict(
+        report.verdict,
+        f"{report.subject}: {total.ops:,} operations in {total.runs:,} runs, "
+        f"{total.seconds:.1f} s ({', '.join(speeds)}), seed {report.seed}",
+    )
+    if report.verdict == "unknown":
+        for reason in report.reasons:
+            console.print(f"  because {reason}", markup=False)
+    if report.verdict == "pass":
+        console.print(
+            "  No property was violated, every operation kind succeeded, and each situation that "
+            "is not rare was reached.\n"
+            "  What the checks say: kvproof invariants.  That they can fail: "
+            "kvproof check --fault no-copy-on-write"
+        )

@@ -1,0 +1,51 @@
+"""What many runs did, added up."""
+
+from __future__ import annotations
+
+from msgspec import Struct, field
+
+from kvproof.stateful_tests.harness import Harness
+
+
+class Totals(Struct):
+    """Runs, operations, situations and checks, by whichever driver."""
+
+    runs: int = 0
+    ops: int = 0
+    seconds: float = 0.0
+    operations: dict[str, dict[str, int]] = field(default_factory=dict)
+    goals: dict[str, int] = field(default_factory=dict)
+    checked: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    """Why the verdict is unknown: a checker stumbled."""
+
+    def add(self, harness: Harness) -> None:
+        """Add a finished run."""
+        self.runs += 1
+        self.ops += harness.checker.operations
+        for kind, counts in harness.operation_counts().items():
+            total = self.operations.setdefault(kind, dict.fromkeys(counts, 0))
+            for status, count in counts.items():
+                total[status] += count
+        _add(self.goals, harness.checker.goals.hits)
+        _add(self.checked, harness.checker.checked())
+
+    def merged(self, other: Totals) -> Totals:
+        """Both together."""
+        total = Totals(
+            self.runs + other.runs,
+            self.ops + other.ops,
+            self.seconds + other.seconds,
+            problems=[*self.problems, *other.problems],
+        )
+        for part in (self, other):
+            for kind, counts in part.operations.items():
+                _add(total.operations.setdefault(kind, {}), counts)
+            _add(total.goals, part.goals)
+            _add(total.checked, part.checked)
+        return total
+
+
+def _add(total: dict[str, int], more: dict[str, int]) -> None:
+    for name, count in more.items():
+        total[name] = total.get(name, 0) + count
