@@ -22,7 +22,7 @@ from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Verdict, Violation, primary
 from kvproof.stateful_tests.export import write_finding
 from kvproof.stateful_tests.machine import CheckerStumbled, run_machine
-from kvproof.stateful_tests.subjects import subject_factory
+from kvproof.stateful_tests.subjects import SubjectFactory, subject_factory
 from kvproof.stateful_tests.totals import Totals
 
 MACHINE_SHARE = 0.5
@@ -100,7 +100,12 @@ def check_subject(
 
 
 def _drive_machine(
-    factory: Callable, subject: str, seconds: float, seed: str, totals: Totals, told: Callable
+    factory: SubjectFactory,
+    subject: str,
+    seconds: float,
+    seed: str,
+    totals: Totals,
+    told: Callable[[Totals], None],
 ) -> Case | None:
     started = time.perf_counter()
 

@@ -40,21 +40,20 @@ class Detection(Struct, frozen=True):
     shrunk_ops_max: int
     shortest_known_ops: int
 
-    @property
-    def complete(self) -> bool:
-        """Found in every search, by the right property, and shrunk to at most twice the least."""
-        return not self.complaint
 
-    @property
-    def complaint(self) -> str:
-        """What is missing, or nothing."""
-        if self.detected < self.seeds:
-            return f"{self.id}: found in {self.detected} of {self.seeds} searches"
-        if not self.by_property:
-            return f"{self.id}: never by property {self.property}"
-        if self.shrunk_ops_max > 2 * self.shortest_known_ops:
-            return f"{self.id}: a shrunk case has {self.shrunk_ops_max} operations"
-        return ""
+def complaint(detection: Detection) -> str:
+    """What is missing, or nothing.
+
+    A fault is to be found in every search, by its property, and to shrink to at most twice its
+    shortest known run.
+    """
+    if detection.detected < detection.seeds:
+        return f"{detection.id}: found in {detection.detected} of {detection.seeds} searches"
+    if not detection.by_property:
+        return f"{detection.id}: never by property {detection.property}"
+    if detection.shrunk_ops_max > 2 * detection.shortest_known_ops:
+        return f"{detection.id}: a shrunk case has {detection.shrunk_ops_max} operations"
+    return ""
 
 
 class CleanRun(Struct, frozen=True):

@@ -12,6 +12,7 @@ from kvproof.fuzz.faults import fault_by_id
 from kvproof.fuzz.swarm import Draw, draw_run
 from kvproof.invariants.case import Case
 from kvproof.invariants.checker import CheckerError
+from kvproof.invariants.operations import AnyOperation
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Violation, primary
 from kvproof.stateful_tests.harness import Harness
@@ -75,7 +76,9 @@ def _draws(factory: SubjectFactory, seed: str, runs_max: int | None) -> Iterator
         number += 1
 
 
-def _run(factory: SubjectFactory, draw: Draw, totals: Totals) -> tuple[list, Violation] | None:
+def _run(
+    factory: SubjectFactory, draw: Draw, totals: Totals
+) -> tuple[list[AnyOperation], Violation] | None:
     harness = Harness(factory(draw.configuration))
     operations = list(draw.operations)
     try:

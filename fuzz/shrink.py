@@ -98,6 +98,8 @@ class _Search:
         passes = (
             self._drop_features,
             self._delete_chunks,
+            self._merge_growth,
+            self._delete_with_blocks,
             self._shrink_the_world,
             self._lower_configuration,
             self._lower_arguments,
@@ -142,6 +144,39 @@ class _Search:
                 self._try(operations=operations[:start] + operations[start + chunk :])
                 start = min(start, len(self.case.operations)) - chunk
             chunk //= 2
+
+    def _merge_growth(self) -> None:
+        """A growth joins the admission or the growth before it: one operation instead of two."""
+        second = len(self.case.operations) - 1
+        while second > 0:
+            operations = self.case.operations
+            grow = operations[second]
+            if isinstance(grow, Grow):
+                for first in range(second - 1, -1, -1):
+                    longer = _lengthened(operations[first], grow.tokens)
+                    if longer is not None and self._try(
+                        operations=[
+                            *operations[:first],
+                            longer,
+                            *operations[first + 1 : second],
+                            *operations[second + 1 :],
+                        ]
+                    ):
+                        break
+            second = min(second, len(self.case.operations)) - 1
+
+    def _delete_with_blocks(self) -> None:
+        """What an operation took from the pool goes with it: the pool gets smaller as well."""
+        index = len(self.case.operations) - 1
+        while index >= 0:
+            operations, world = self.case.operations, self.case.configuration
+            left = operations[:index] + operations[index + 1 :]
+            for fewer in (1, 2, 3):
+                if fewer < world.blocks and self._try(
+                    operations=left, configuration=replace(world, blocks=world.blocks - fewer)
+                ):
+                    break
+            index = min(index, len(self.case.operations)) - 1
 
     def _shrink_the_world(self) -> None:
         """A smaller pool of smaller blocks, with all lengths cut to fit: in one move.
@@ -272,6 +307,16 @@ def _cut(operation: AnyOperation, rows: int, size: int, old_size: int) -> AnyOpe
     if isinstance(operation, Grow):
         return replace(operation, tokens=_cut_length(operation.tokens, rows, size, old_size))
     return operation
+
+
+def _lengthened(operation: AnyOperation, tokens: int) -> AnyOperation | None:
+    """The growth or admission with so many tokens more; None for other operations."""
+    if isinstance(operation, Grow):
+        return replace(operation, tokens=operation.tokens + tokens)
+    if isinstance(operation, Admit):
+        *before, last = operation.prompt
+        return replace(operation, prompt=(*before, replace(last, length=last.length + tokens)))
+    return None
 
 
 def _cut_length(length: int, rows: int, size: int, old_size: int) -> int:

@@ -233,11 +233,14 @@ class Books:
         """(step, request, group) of the fences that the present operation opened."""
         self.predicted_hits: list[tuple[int, list[int]]] = []
         """Per group, the blocks that the present admission would reuse."""
-        self.events_seen = 0
+        self.events: Sequence[Event] = ()
         """Events of the present operation."""
+        self.passing = False
+        """Whether there is something that holds for the present operation only."""
         self.admissions = 0
         self._tags_of: tuple[Admit | None, Tags[int]] = (None, array("Q"))
-        self._operations: dict[type[Operation], Callable[..., None]] = {
+        self.operation_handlers: dict[type[Operation], Callable[..., None]] = {
+            # What a done operation means for its request.
             Admit: self._admit,
             Grow: self._grow,
             Fork: self._fork,
@@ -262,14 +265,13 @@ class Books:
     # -- operations: the naive model ----------------------------------------------------------
 
     def begin(self) -> None:
-        """A new operation after one that changed something."""
+        """A new operation: what held for the one before is over."""
+        self.passing = False
         self.retired = None
-        if self.released_fences:
-            self.released_fences.clear()
-        if self.ended:
-            for request in self.ended:
-                del self.known[request.id]
-            self.ended.clear()
+        self.released_fences.clear()
+        for request in self.ended:
+            del self.known[request.id]
+        self.ended.clear()
 
     def settled(self) -> None:
         """What was touched has been compared with the view."""
@@ -277,12 +279,6 @@ class Books:
         for group in self.groups:
             group.touched.clear()
             group.touched_keys.clear()
-
-    def apply(self, operation: Operation, outcome: Outcome) -> None:
-        """What a done operation means for its request."""
-        handler = self._operations.get(operation.__class__)
-        if handler is not None and outcome.status == "done":
-            handler(operation, outcome)
 
     def tags_of(self, operation: Admit) -> Tags[int]:
         """Tags of the prompt that asks to be admitted; not to be changed."""
@@ -325,6 +321,7 @@ class Books:
         del self.requests[request.id]
         (self.running if request.running else self.preempted).remove(request)
         self.ended.append(request)
+        self.passing = True
         request.epoch += 1  # results of steps in flight are void from here on
 
     def _preempt(self, operation: Preempt, outcome: Outcome) -> None:
@@ -420,6 +417,7 @@ class Books:
         group.touched += event.blocks
         if event.step is not None:
             self.released_fences.add((event.step, event.request, event.group))
+            self.passing = True
         else:
             request = self._known(event, event.request)
             if request is not None:
@@ -476,6 +474,7 @@ class Books:
             return
         step = self.steps.popleft()
         self.retired = step
+        self.passing = True
         for item, request in step.items:
             if request.epoch == item.epoch:
                 request.computed = item.end

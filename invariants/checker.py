@@ -26,13 +26,29 @@ from kvproof.invariants.shadow import Shadow
 from kvproof.invariants.subject import Subject
 from kvproof.invariants.verdict import Violation
 
-SETTLED_EVERY = 8
-"""Operations between two comparisons of touched state with the view."""
+SETTLED_EVERY = 10
+"""Operations between two comparisons of touched state with the view …"""
+SETTLED_BLOCKS = 64
+"""… but for pools of more than 640 blocks, one for so many operations per ``SETTLED_BLOCKS``
+blocks: the more operations, the more of them touch the same."""
+SETTLED_RARELY = 128
+"""… up to so many."""
 AUDITED_SHARE = 20
 """An audit after one in so many operations (5 %) …"""
 AUDIT_BLOCKS = 2
 """… but for pools of more than 40 blocks, one for so many operations per ``AUDIT_BLOCKS`` blocks."""
 
+
+Plan = tuple[
+    dict[Status, int],
+    tuple[OperationHandler, ...],
+    OperationHandler | None,
+    tuple[OperationHandler, ...],
+]
+"""For one kind of operation and one status: the counts to add to, what looks first, the books'
+handler, and what looks at the end."""
+
+NEVER = 1 << 62
 
 STATUSES: tuple[Status, ...] = get_args(Status)
 EVENT_TYPES: tuple[type[Event], ...] = get_args(AnyEvent)
@@ -45,6 +61,11 @@ class CheckerError(Exception):
 def audit_interval(blocks: int) -> int:
     """Operations between two audits of a pool of this size."""
     return max(AUDITED_SHARE, blocks // AUDIT_BLOCKS)
+
+
+def settlement_interval(blocks: int) -> int:
+    """Operations between two settlements of a pool of this size."""
+    return min(max(SETTLED_EVERY, blocks // SETTLED_BLOCKS), SETTLED_RARELY)
 
 
 class Checker:
@@ -78,31 +99,41 @@ class Checker:
         self.checks = [check(self.books, shadows, view, self.violations.append) for check in checks]
         self.goals = Goals(self.books)
         self._interval = audit_interval(configuration.blocks) if interval is None else interval
-        self._until_audit = self._interval
-        self._settle_every = 1 if self._interval == 1 else SETTLED_EVERY
-        self._until_settled = self._settle_every
+        self._settle_every = (
+            1 if self._interval == 1 else settlement_interval(configuration.blocks)
+        )
+        self._next_audit = self._interval or NEVER
+        self._next_look = min(self._settle_every, self._next_audit)
         self._settling = [
             check.settle for check in self.checks if type(check).settle is not Check.settle
         ]
-        self._expecting = {kind: self._expectations(kind) for kind in OPERATION_TYPES}
-        self._concluding = {
-            kind: {status: self._conclusions(kind, status) for status in STATUSES}
+        self._judging_standing = [
+            check
+            for check in self.checks
+            if type(check).judge_standing is not Check.judge_standing
+        ]
+        self._plans = {
+            kind: {status: self._plan(kind, status) for status in STATUSES}
             for kind in OPERATION_TYPES
         }
         self._on_event = self._event_handlers()
 
     # -- which hooks look at what ----------------------------------------------------------------
 
-    def _expectations(self, kind: type[Operation]) -> tuple[OperationHandler, ...]:
-        handlers = (check.expecting(kind) for check in self.checks)
-        return tuple(handler for handler in handlers if handler is not None)
-
-    def _conclusions(self, kind: type[Operation], status: Status) -> tuple[OperationHandler, ...]:
-        handlers = [check.conclude for check in self.checks if check.concludes(kind, status)]
+    def _plan(self, kind: type[Operation], status: Status) -> Plan:
+        """All that is to be done about such an operation, looked up once."""
+        expecting = [check.expecting(kind) for check in self.checks if check.expects(kind, status)]
+        follow = self.books.operation_handlers.get(kind) if status == "done" else None
+        concluding = [check.conclude for check in self.checks if check.concludes(kind, status)]
         goal = self.goals.concluding(kind)
         if goal is not None and status != "skipped":
-            handlers.append(goal)
-        return tuple(handlers)
+            concluding.append(goal)
+        return (
+            self.counts[kind],
+            tuple([handler for handler in expecting if handler is not None]),
+            follow,
+            tuple(concluding),
+        )
 
     def _event_handlers(self) -> dict[type[Event], tuple[EventHandler, ...]]:
         handlers: dict[type[Event], list[EventHandler]] = {kind: [] for kind in EVENT_TYPES}
@@ -127,41 +158,48 @@ class Checker:
         Raises CheckerError if the subject's reports make no sense to a checker that has not
         reported a violation.
         """
-        kind, status = operation.__class__, outcome.status
+        status = outcome.status
+        self.operations += 1
         try:
-            self.counts[kind][status] += 1
+            counts, expecting, follow, concluding = self._plans[operation.__class__][status]
+            counts[status] += 1
             books = self.books
-            if books.events_seen or books.ended:
+            if books.passing:
                 books.begin()
-            books.events_seen = len(events)
-            for expect in self._expecting[kind]:
+            for expect in expecting:
                 expect(operation, outcome)
             if self.violations and self._lost():
-                return self._stamped(self.operations)
-            if status == "done":
-                books.apply(operation, outcome)
-            on_event = self._on_event
-            for event in events:
-                for handle in on_event[event.__class__]:
-                    handle(event)
-            for conclude in self._concluding[kind][status]:
-                conclude(operation, outcome)
-            self._until_settled -= 1
-            if self._until_settled == 0:
-                self._settle()
-            self._until_audit -= 1
-            if self._until_audit == 0:
-                self._until_audit = self._interval
-                if not self.violations:
-                    self._audit()
+                return self._stamped()
+            if follow is not None:
+                follow(operation, outcome)
+            if events or status != "skipped":  # else nothing happened
+                books.events = events
+                on_event = self._on_event
+                for event in events:
+                    for handle in on_event[event.__class__]:
+                        handle(event)
+                for conclude in concluding:
+                    conclude(operation, outcome)
+            if self.operations >= self._next_look:
+                self._look()
         except Exception as error:
             self._explain_away(error)
-        self.operations += 1
-        return self._stamped(self.operations - 1) if self.violations else ()
+        return self._stamped() if self.violations else ()
+
+    def _look(self) -> None:
+        """It is time to settle, and perhaps to audit."""
+        if self.operations < self._next_audit:
+            self._settle()
+            return
+        self._next_audit = self.operations + self._interval
+        if self.violations:
+            self._settle()
+        else:
+            self._audit()
 
     def _settle(self) -> None:
         """Compare what was touched since the last time with the view."""
-        self._until_settled = self._settle_every
+        self._next_look = min(self.operations + self._settle_every, self._next_audit)
         self.settlements += 1
         self._compare_standings()
         for settle in self._settling:
@@ -175,7 +213,7 @@ class Checker:
             if request.id in live:
                 actual, expected = standing(request.id), request.standing(size)
                 if actual != expected:
-                    for check in self.checks:
+                    for check in self._judging_standing:
                         check.judge_standing(request, actual, expected)
 
     def _explain_away(self, error: Exception) -> None:
@@ -186,7 +224,7 @@ class Checker:
             except Exception:
                 self.violations.clear()
         if not self.violations:
-            raise CheckerError(f"at operation {self.operations}: {error!r}") from error
+            raise CheckerError(f"at operation {self.operations - 1}: {error!r}") from error
 
     def _lost(self) -> bool:
         """Whether the outcome speaks of another request, so that the books cannot follow."""
@@ -198,7 +236,7 @@ class Checker:
             self._audit()
         except Exception as error:
             self._explain_away(error)
-        return self._stamped(self.operations - 1) if self.violations else ()
+        return self._stamped() if self.violations else ()
 
     def _audit(self) -> None:
         self.audits += 1
@@ -211,7 +249,9 @@ class Checker:
             replace(violation, by_audit=True) for violation in self.violations[before:]
         ]
 
-    def _stamped(self, op: int) -> Sequence[Violation]:
+    def _stamped(self) -> Sequence[Violation]:
+        """The violations, each with the operation at which it was seen."""
+        op = self.operations - 1
         self.violations[:] = [
             violation if violation.op >= 0 else replace(violation, op=op)
             for violation in self.violations
@@ -227,7 +267,7 @@ class Checker:
         total += self.audits if type(check).audit is not Check.audit else 0
         total += self.settlements * check.settles()
         for kind, statuses in self.counts.items():
-            expected = check.expecting(kind) is not None
             for status, count in statuses.items():
-                total += count * (expected or check.concludes(kind, status))
+                looks = check.expects(kind, status) or check.concludes(kind, status)
+                total += count * looks
         return total

@@ -66,7 +66,7 @@ class Check:
     concludes_on: ClassVar[tuple[type[Operation], ...]] = OPERATION_TYPES
     """Operations after which ``conclude`` looks …"""
     concludes_when: ClassVar[tuple[Status, ...]] = ("done", "refused", "skipped")
-    """… if they ended so."""
+    """… if they ended so.  One that was skipped without an event is passed over: nothing happened."""
 
     def __init__(
         self,
@@ -88,6 +88,10 @@ class Check:
     def expecting(self, kind: type[Operation]) -> OperationHandler | None:
         """What looks at outcomes of this kind, with the books as before the operation."""
         return None
+
+    def expects(self, kind: type[Operation], status: Status) -> bool:
+        """Whether the ``expecting`` handler has anything to say about such an operation."""
+        return self.expecting(kind) is not None
 
     def before_event(self) -> Mapping[type[Event], EventHandler]:
         """Handlers that see an event before the books do."""

@@ -31,6 +31,7 @@ from kvproof.stateful_tests.subjects import SubjectFactory
 from kvproof.stateful_tests.subjects.engine import EngineSubject
 from kvproof.stateful_tests.totals import Totals
 
+
 class MachineSpeed(Struct, frozen=True):
     """Both machines, by their best rounds."""
 

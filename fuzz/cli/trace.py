@@ -195,6 +195,6 @@ def _show(checked: CheckedTrace, verdict: Verdict, told: _Told | None) -> None:
         f"{checked.ops:,} operations checked ({checks:,} checks) in {checked.seconds:.1f} s; "
         f"policy {POLICY}",
     )
-    for reason in (checked.problem, checked.result.stopped):
-        if reason:
-            console.print(f"  unknown because {reason}", markup=False)
+    for why in (checked.problem, checked.result.stopped):
+        if why:
+            console.print(f"  because {why}", markup=False)

@@ -18,6 +18,7 @@ from kvproof.engine import engine as engine_module
 from kvproof.engine import request as request_module
 from kvproof.engine.engine import Engine
 from kvproof.engine.eviction.lru import LeastRecentlyUsed
+from kvproof.engine.keys import block_key
 from kvproof.engine.pool import BlockPool
 from kvproof.engine.request import Request
 from kvproof.fuzz.faults.fault import Fault, Replacement
@@ -93,7 +94,7 @@ def refused_admission_keeps_its_hits(
     original: Replacement, self: Engine, request: Request
 ) -> str | None:
     """An admission that does not fit has referenced its prefix hits and does not undo it."""
-    refusal = original(self, request)
+    refusal: str | None = original(self, request)
     if refusal == NO_FREE_BLOCKS:
         for pool, match in zip(self.pools, self._lookup(request), strict=True):
             pool.share(match)
@@ -256,7 +257,7 @@ def partial_block_published(
         row = item.end // request.block_size
         for pool in self.pools:
             block = request.tables[pool.group][row]
-            key = request_module.block_key(
+            key = block_key(
                 request.block_keys(pool.group, row)[row],
                 request.tokens[row * request.block_size :],
                 b"",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from msgspec import Struct
 
@@ -122,10 +123,8 @@ class TraceRun:
             operations.append(operation)
             return harness.perform(operation)
 
-        try:
+        with suppress(_EnoughError):
             self._replay(harness, perform).run()
-        except _EnoughError:
-            pass
         return Case(
             self._subject,
             self._configuration,

@@ -42,11 +42,11 @@ class Atom(Check):
 
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
         books = self.books
-        if books.events_seen:
+        if books.events:
             name = type(operation).__name__.lower()
             self.fail(
                 f"{name} was {outcome.status} ({outcome.reason or 'nothing to do'}), but it "
-                f"changed state: {books.events_seen} event(s)",
+                f"changed state: {len(books.events)} event(s)",
                 request=outcome.request,
             )
         # What it might have touched is to be looked at as if it had.

@@ -32,6 +32,7 @@ from kvproof.invariants.outcomes import (
     RUN_AHEAD_LIMIT,
     TOO_MANY_REQUESTS,
     Outcome,
+    Status,
 )
 from kvproof.invariants.property import Check, Claim, OperationHandler
 from kvproof.invariants.tags import Tags
@@ -79,6 +80,11 @@ class Cap(Check):
             Retire: self._retire,
         }.get(kind)
 
+    def expects(self, kind: type[Operation], status: Status) -> bool:
+        # LIFE knows whether an operation had a target; the others are never skipped.
+        targeted = kind not in (Admit, Launch, Evict, Reset)
+        return super().expects(kind, status) and not (status == "skipped" and targeted)
+
     def _judge(
         self, operation: Operation, outcome: Outcome, reason: str | None, figure: int = 0
     ) -> None:
@@ -117,8 +123,6 @@ class Cap(Check):
         )
 
     # -- predictions, from the books as they were before the operation ---------------------------
-    #
-    # A skipped operation is passed over: LIFE knows whether there was a candidate.
 
     def _admit(self, operation: Admit, outcome: Outcome) -> None:
         self._admission(operation, outcome, self.books.tags_of(operation))
