@@ -1,0 +1,294 @@
+"""The command line as its users meet it: what it prints, writes, and exits with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvproof.fuzz.cli.app import app
+from kvproof.invariants.case import load_case, save_case
+from kvproof.invariants.checks import CHECKS
+from kvproof.invariants.operations import KINDS
+
+COMMANDS = ("check", "trace", "replay", "shrink", "invariants", "faults", "bench")
+
+
+def kvproof(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run the installed command in a folder of its own."""
+    code = "import sys; sys.argv[0] = 'kvproof'; from kvproof.fuzz.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "COLUMNS": "120"},
+    )
+
+
+def printed(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(result.stdout)
+    assert fields["schema"] == 1
+    return fields
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """What `check` reports and writes with a fault planted."""
+    folder = tmp_path_factory.mktemp("found")
+    result = kvproof(
+        *("check", "--seconds", "20", "--seed", "7", "--fault", "no-copy-on-write", "--json"),
+        cwd=folder,
+    )
+    assert result.returncode == 1, result.stderr
+    return folder, printed(result)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    if command in ("faults", "bench"):
+        assert "Commands" in result.output
+    else:
+        assert f"kvproof {command}" in result.output
+
+
+def test_check_passes_and_says_what_it_did(tmp_path: Path) -> None:
+    result = kvproof("check", "--seconds", "6", "--seed", "3", "--json", cwd=tmp_path)
+    fields = printed(result)
+    assert (result.returncode, fields["verdict"], fields["reasons"]) == (0, "pass", [])
+    assert fields["seed"] == "3"
+    assert fields["subject"] == "engine"
+    assert fields["ops"] > 1000
+    assert set(fields["operations"]) == set(KINDS)
+    assert all(counts["done"] > 0 for counts in fields["operations"].values())
+    assert all(goal["hits"] or goal["rare"] for goal in fields["goals"])
+    assert {entry["id"] for entry in fields["invariants"]} == {check.id() for check in CHECKS}
+    assert all(entry["checked"] > 0 for entry in fields["invariants"])
+    assert fields["drivers"]["machine"]["ops"] > 0
+    assert not list(tmp_path.iterdir())  # nothing was found, so nothing is written
+
+
+def test_too_little_time_is_unknown_and_not_a_pass(tmp_path: Path) -> None:
+    result = kvproof("check", "--seconds", "0.1", "--seed", "1", "--json", cwd=tmp_path)
+    fields = printed(result)
+    assert (result.returncode, fields["verdict"]) == (3, "unknown")
+    assert any("never" in reason for reason in fields["reasons"])
+
+
+def test_a_planted_fault_is_found_shrunk_explained_and_written(
+    found: tuple[Path, dict[str, Any]],
+) -> None:
+    folder, fields = found
+    (violation,) = fields["violations"]
+    assert fields["verdict"] == "fail"
+    assert violation["property"] == "EXCL"
+    assert "Block" in violation["explanation"]
+    case = load_case(folder / violation["case"])
+    assert len(case.operations) <= 10
+    assert case.fault == "no-copy-on-write"
+    assert sorted(p.suffix for p in (folder / "kvproof-findings").iterdir()) == [
+        ".json",
+        ".py",
+        ".txt",
+    ]
+
+
+def test_a_finding_replays_to_the_same_digest(found: tuple[Path, dict[str, Any]]) -> None:
+    folder, fields = found
+    case = fields["violations"][0]["case"]
+    first, second = (kvproof("replay", case, "--json", cwd=folder) for _ in range(2))
+    assert first.returncode == second.returncode == 1
+    assert printed(first) == printed(second)
+    assert printed(first)["violations"][0]["property"] == "EXCL"
+
+
+def test_a_finding_is_told_for_people(found: tuple[Path, dict[str, Any]]) -> None:
+    folder, fields = found
+    result = kvproof("replay", fields["violations"][0]["case"], "--log", cwd=folder)
+    assert result.returncode == 1
+    assert "EXCL at operation" in result.stdout
+    assert "BlocksShared" in result.stdout
+    assert "digest" in result.stdout
+
+
+def test_the_exported_test_fails_with_the_fault(found: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = found
+    (exported,) = (folder / "kvproof-findings").glob("test_*.py")
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(exported)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 1
+    assert "EXCL" in result.stdout
+
+
+def test_shrink_writes_a_case_that_is_not_longer(
+    found: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, fields = found
+    case = load_case(folder / fields["violations"][0]["case"])
+    longer = tmp_path / "longer.json"
+    save_case(case.__class__(**{**_fields(case), "operations": case.operations * 2}), longer)
+    result = kvproof("shrink", str(longer), "--out", "small.json", "--json", cwd=tmp_path)
+    assert result.returncode == 1
+    assert len(load_case(tmp_path / "small.json").operations) <= len(case.operations)
+
+
+def _fields(case: Any) -> dict[str, Any]:
+    return {name: getattr(case, name) for name in case.__struct_fields__}
+
+
+def test_a_case_that_violates_nothing_has_nothing_to_shrink(
+    found: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, fields = found
+    case = load_case(folder / fields["violations"][0]["case"])
+    save_case(case.__class__(**{**_fields(case), "fault": None}), tmp_path / "clean.json")
+    for command in ("shrink", "replay"):
+        result = kvproof(command, "clean.json", cwd=tmp_path)
+        assert result.returncode == 0
+        assert "PASS" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("check", "--subject", "nobody"), "kvproof: unknown subject 'nobody'"),
+        (("check", "--fault", "none-such"), "kvproof: unknown fault 'none-such'"),
+        (("replay", "absent.json"), "kvproof: absent.json: No such file or directory"),
+        (("invariants", "NONE"), "kvproof: unknown property 'NONE'"),
+        (("faults", "detect", "none-such"), "kvproof: unknown fault 'none-such'"),
+        (("trace", "absent.jsonl", "--blocks", "8"), "kvproof: absent.jsonl: "),
+        (("trace", "example-azure.csv"), "kvproof: give the pool's size either by"),
+        (("trace", "example-azure.csv", "--kv-memory", "lots"), "kvproof: not a size: 'lots'"),
+        (("trace", "broken.csv", "--blocks", "8"), "kvproof: broken.csv:2: "),
+        (("replay", "truncated.json"), "kvproof: truncated.json:1:"),
+        (("replay", "old.json"), "kvproof: old.json: case of version 0 at $.version"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.csv").write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,many,10\n"
+    )
+    (tmp_path / "truncated.json").write_text('{"format": "kvproof-case", "version"')
+    (tmp_path / "old.json").write_text('{"format": "kvproof-case", "version": 0}')
+    before = sorted(tmp_path.iterdir())
+    result = kvproof(*arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith(message)
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_bad_usage_is_exit_code_2(tmp_path: Path) -> None:
+    for arguments in (("check", "--seconds", "-1"), ("nonsense",), ("trace",)):
+        result = kvproof(*arguments, cwd=tmp_path)
+        assert result.returncode == 2
+        assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("name", ["example-mooncake.jsonl", "example-azure.csv"])
+def test_trace_replays_a_shipped_example(name: str, tmp_path: Path) -> None:
+    result = kvproof("trace", name, "--blocks", "512", "--json", cwd=tmp_path)
+    fields = printed(result)
+    assert (result.returncode, fields["verdict"]) == (0, "pass")
+    assert fields["finished"] == fields["requests"] == 120
+    assert fields["metrics"]["preemptions"] > 0
+    assert set(fields["percentiles"]["ttft"]) == {"p50", "p90", "p99"}
+    assert fields["policies"]["fcfs"]["finished"] == 120
+
+
+def test_trace_with_a_planted_fault_writes_a_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvproof.fuzz.faults import fault_by_id
+
+    monkeypatch.chdir(tmp_path)
+    with fault_by_id("release-keeps-last-block").installed():
+        result = CliRunner().invoke(
+            app, ["trace", "example-mooncake.jsonl", "--blocks", "512", "--json"]
+        )
+    assert result.exit_code == 1
+    fields = json.loads(result.stdout)
+    assert fields["violations"][0]["property"] == "REF"
+    case = load_case(tmp_path / fields["violations"][0]["case"])
+    assert 0 < len(case.operations) < 20
+
+
+def test_invariants_lists_and_explains(tmp_path: Path) -> None:
+    listed = kvproof("invariants", cwd=tmp_path)
+    explained = kvproof("invariants", "cons", cwd=tmp_path)
+    assert listed.returncode == explained.returncode == 0
+    assert all(check.id() in listed.stdout for check in CHECKS)
+    for part in ("source:", "Verifies", "Does not verify", "Positive control", "counter-drifts"):
+        assert part in explained.stdout
+    (entry,) = printed(kvproof("invariants", "CONS", "--json", cwd=tmp_path))["invariants"]
+    assert entry["positive_control"] == "counter-drifts"
+
+
+def test_faults_list_and_detect(tmp_path: Path) -> None:
+    listed = printed(kvproof("faults", "list", "--json", cwd=tmp_path))
+    assert len(listed["faults"]) >= 16
+    result = kvproof(
+        "faults",
+        "detect",
+        "fork-takes-no-reference",
+        "--seeds",
+        "2",
+        "--clean-ops",
+        "2000",
+        "--json",
+        cwd=tmp_path,
+    )
+    fields = printed(result)
+    (fault,) = fields["faults"]
+    assert result.returncode == 0
+    assert fault["detected"] == fault["triggered"] == fault["reached"] == 2
+    assert fault["shrunk_ops_max"] <= 2 * fault["shortest_known_ops"]
+    assert fields["clean"]["ops"] >= 2000
+    assert fields["clean"]["violations"] == 0
+
+
+def test_faults_detect_complains_of_what_it_has_not_seen() -> None:
+    """Positive control of the command's own verdict."""
+    from msgspec.structs import replace
+
+    from kvproof.fuzz.detect import complaint, detect_fault
+    from kvproof.fuzz.faults import fault_by_id
+
+    fault = fault_by_id("head-released-first")
+    detection = detect_fault(fault, seed="complaint", seeds=2, seconds=5.0)
+    assert complaint(detection) == ""
+    assert "found in 1 of 2" in complaint(replace(detection, detected=1))
+    assert "never by property ORDER" in complaint(replace(detection, by_property=0))
+    assert "has 9 operations" in complaint(replace(detection, shrunk_ops_max=9))
+
+
+@pytest.mark.parametrize("name", ["engine", "machine"])
+def test_bench_prints_ratios_with_their_conditions(name: str, tmp_path: Path) -> None:
+    result = kvproof("bench", name, "--rounds", "1", "--json", cwd=tmp_path)
+    fields = printed(result)
+    assert result.returncode == 0
+    ratios = {
+        "engine": {"checked_over_unchecked", "blocks_1m_over_1k"},
+        "machine": {"machine_over_idle"},
+    }
+    assert set(fields["ratios"]) == ratios[name]
+    assert fields["calibration"]["empty_method_calls_per_second"] > 0
+    assert all(entry["ops_per_second"] > 0 for entry in fields["results"])
+    assert fields["machine"]["python"].startswith("CPython")
