@@ -40,19 +40,19 @@ def scheduler_metrics(engine: Engine) -> dict[str, int]:
     """All figures now; bytes, blocks, tokens and counts as the names say."""
     counters = engine.counters
     block_bytes = engine.configuration.block_size * engine.configuration.kv_bytes_per_token
-    total = sum(pool.usable for pool in engine.pools)
-    free = sum(pool.free_count for pool in engine.pools)
+    total = sum([pool.usable for pool in engine.pools])
+    free = sum([pool.free_count for pool in engine.pools])
     return {
         "kv_capacity_bytes": total * block_bytes,
         "kv_bytes_used": (total - free) * block_bytes,
         "kv_blocks_total": total,
         "kv_blocks_free": free,
-        "live_cached_tokens": sum(request.computed for request in engine.running),
+        "live_cached_tokens": sum([request.computed for request in engine.running]),
         "active_sequences": len(engine.running),
         "waiting_sequences": len(engine.preempted),
         "admissions": counters.admissions,
         "preemptions": counters.preemptions,
-        "evictions": sum(pool.evictions for pool in engine.pools),
+        "evictions": sum([pool.evictions for pool in engine.pools]),
         "prefix_cache_hits": counters.prefix_cache_hits,
         "prefix_cache_queries": counters.prefix_cache_queries,
         "iterations": counters.iterations,
@@ -65,7 +65,7 @@ def request_metrics(request: Request) -> dict[str, int]:
     return {
         "input_tokens": request.input_tokens,
         "cached_tokens": request.cached_tokens,
-        "allocated_blocks": sum(len(table) for table in request.tables),
+        "allocated_blocks": sum(map(len, request.tables)),
         "preemptions": request.epoch,
     }
 

@@ -57,6 +57,7 @@ def _replay(
     digest, moments, problem, ops = sha256(), [], None, 0
     try:
         for ops, operation in enumerate(case.operations, start=1):
+            harness.last_events = ()  # a subject that raises has reported nothing
             outcome = harness.perform(operation)
             events = harness.last_events
             digest.update(msgspec.json.encode((operation, outcome, events)))

@@ -101,6 +101,29 @@ class RequestModel:
         return "running", length, self.computed, (rows,) * len(self.tables)
 
 
+class Figures:
+    """What happened so far, in numbers that only go up, and the size of the latest batch."""
+
+    __slots__ = (
+        "admissions",
+        "batch_size",
+        "evictions",
+        "iterations",
+        "preemptions",
+        "prefix_cache_hits",
+        "prefix_cache_queries",
+    )
+
+    def __init__(self) -> None:
+        self.admissions = 0
+        self.preemptions = 0
+        self.evictions = 0
+        self.prefix_cache_hits = 0
+        self.prefix_cache_queries = 0
+        self.iterations = 0
+        self.batch_size = 0
+
+
 class StepModel:
     """A step in flight: its items, each with the request model of its time."""
 
@@ -237,7 +260,9 @@ class Books:
         """Events of the present operation."""
         self.passing = False
         """Whether there is something that holds for the present operation only."""
-        self.admissions = 0
+        self.figures = Figures()
+        self._entered = 0
+        """Requests that were admitted or forked."""
         self._tags_of: tuple[Admit | None, Tags[int]] = (None, array("Q"))
         self.operation_handlers: dict[type[Operation], Callable[..., None]] = {
             # What a done operation means for its request.
@@ -291,16 +316,20 @@ class Books:
     def _admit(self, operation: Admit, outcome: Outcome) -> None:
         tags = self.tags_of(operation)[:]
         assert outcome.request is not None
-        request = RequestModel(outcome.request, self.admissions, tags, len(self.groups))
-        self.admissions += 1
-        request.cached_tokens = outcome.cached_tokens
-        request.computed = request.scheduled = outcome.cached_tokens
+        request = RequestModel(outcome.request, self._entered, tags, len(self.groups))
+        cached = outcome.cached_tokens
+        request.cached_tokens = request.computed = request.scheduled = cached
         self._enter(request)
+        figures = self.figures
+        figures.admissions += 1
+        figures.prefix_cache_hits += cached
+        figures.prefix_cache_queries += request.input_tokens
 
     def _enter(self, request: RequestModel) -> None:
         self.requests[request.id] = self.known[request.id] = request
         self.touched_requests[request.id] = request
         self.running.append(request)
+        self._entered += 1
 
     def _grow(self, operation: Grow, outcome: Outcome) -> None:
         request = self._target(outcome)
@@ -310,8 +339,7 @@ class Books:
     def _fork(self, operation: Fork, outcome: Outcome) -> None:
         parent = self._target(outcome)
         for number in outcome.children:
-            child = RequestModel(number, self.admissions, parent.tags[:], len(self.groups))
-            self.admissions += 1
+            child = RequestModel(number, self._entered, parent.tags[:], len(self.groups))
             child.computed = child.scheduled = parent.computed
             child.verified = parent.verified[:]
             self._enter(child)
@@ -334,6 +362,7 @@ class Books:
         request.verified = [0] * len(self.groups)
         request.trusted_rows = [0] * len(self.groups)
         self.touched_requests[request.id] = request
+        self.figures.preemptions += 1
 
     def _resume(self, operation: Resume, outcome: Outcome) -> None:
         request = self._target(outcome)
@@ -452,6 +481,7 @@ class Books:
         group.unpublish(event.blocks)
         group.touched += event.blocks
         group.touched_keys += event.keys
+        self.figures.evictions += len(event.blocks)
         if event.cause == "pressure":
             group.evicting += event.blocks
 
@@ -468,6 +498,8 @@ class Books:
             request.launched += 1
             request.last_step = event.step
         self.steps.append(StepModel(event.step, items))
+        self.figures.iterations += 1
+        self.figures.batch_size = len(event.items)
 
     def _step_retired(self, event: StepRetired) -> None:
         if not self.steps:

@@ -182,25 +182,23 @@ class Goals:
         if outcome.status == "refused":
             self.hits["admit-refused"] += outcome.reason == NO_FREE_BLOCKS
             return
-        length = sum(segment.length for segment in operation.prompt)
-        if outcome.cached_tokens and outcome.cached_tokens + self._books.block_size == length:
-            self._cut_at_last_token(operation)
+        if outcome.cached_tokens:
+            self._cut_at_last_token(operation, outcome)
         identity = (operation.salt, operation.adapter, operation.media)
-        before = self._seen.get(operation.prompt)
-        if before is None:
-            if len(self._seen) > 1000:
-                self._seen.clear()
-        elif before != identity:
-            self.hits["salt-separates"] += before[0] != identity[0]
-            self.hits["adapter-separates"] += before[1] != identity[1]
-            self.hits["media-separates"] += before[2] != identity[2]
-        self._seen[operation.prompt] = identity
+        first = self._seen.setdefault(operation.prompt, identity)
+        if first != identity:
+            self.hits["salt-separates"] += first[0] != identity[0]
+            self.hits["adapter-separates"] += first[1] != identity[1]
+            self.hits["media-separates"] += first[2] != identity[2]
+        elif len(self._seen) > 1000:
+            self._seen.clear()
 
-    def _cut_at_last_token(self, operation: Admit) -> None:
-        last = self._books.tags_of(operation)[-1]
-        self.hits["hit-cut-at-last-token"] += any(
-            last in group.key_of_tag for group in self._books.groups
-        )
+    def _cut_at_last_token(self, operation: Admit, outcome: Outcome) -> None:
+        tags = self._books.tags_of(operation)
+        if outcome.cached_tokens + self._books.block_size == len(tags):
+            self.hits["hit-cut-at-last-token"] += any(
+                tags[-1] in group.key_of_tag for group in self._books.groups
+            )
 
     def _grow(self, operation: Grow, outcome: Outcome) -> None:
         if outcome.request is None:

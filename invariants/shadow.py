@@ -8,7 +8,7 @@ slot for single tokens and viewed by numpy for long ones.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -101,6 +101,11 @@ class Shadow:
     def last_tag(self, block: int) -> int:
         """What the block's last slot holds."""
         return self.content[(block + 1) * self.block_size - 1]
+
+    def last_tags(self, blocks: Iterable[int]) -> list[int]:
+        """What each block's last slot holds."""
+        content, size = self.content, self.block_size
+        return [content[block * size + size - 1] for block in blocks]
 
     def describe(self, block: int, offset: int) -> str:
         """What a slot holds, in words."""

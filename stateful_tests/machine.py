@@ -37,6 +37,7 @@ from kvproof.invariants.operations import AnyOperation
 from kvproof.invariants.story import Moment, explain
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Violation, primary
+from kvproof.stateful_tests.export import pytest_source
 from kvproof.stateful_tests.harness import Harness
 from kvproof.stateful_tests.strategies import (
     FOLLOW_UPS,
@@ -257,7 +258,11 @@ def _replay(factory: SubjectFactory, case: Case) -> Finding | None:
 
 
 def _message(finding: Finding, paths: Sequence[Path]) -> str:
-    parts = [finding.explanation, dump_case(finding.case).rstrip()]
+    parts = [
+        finding.explanation,
+        "As a case, for `kvproof replay`:\n" + dump_case(finding.case).rstrip(),
+        "As a pytest file:\n" + pytest_source(finding.case, finding.explanation).rstrip(),
+    ]
     if paths:
         parts.append("Written to " + ", ".join(str(path) for path in paths))
     return "\n\n".join(parts)

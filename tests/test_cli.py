@@ -167,6 +167,10 @@ def test_a_case_that_violates_nothing_has_nothing_to_shrink(
     [
         (("check", "--subject", "nobody"), "kvproof: unknown subject 'nobody'"),
         (("check", "--fault", "none-such"), "kvproof: unknown fault 'none-such'"),
+        (
+            ("check", "--subject", "vllm:manager", "--fault", "counter-drifts"),
+            "kvproof: --fault plants its fault in the engine",
+        ),
         (("replay", "absent.json"), "kvproof: absent.json: No such file or directory"),
         (("invariants", "NONE"), "kvproof: unknown property 'NONE'"),
         (("faults", "detect", "none-such"), "kvproof: unknown fault 'none-such'"),
@@ -292,3 +296,29 @@ def test_bench_prints_ratios_with_their_conditions(name: str, tmp_path: Path) ->
     assert fields["calibration"]["empty_method_calls_per_second"] > 0
     assert all(entry["ops_per_second"] > 0 for entry in fields["results"])
     assert fields["machine"]["python"].startswith("CPython")
+
+
+def test_a_subject_of_the_users_own_is_checked(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from kvproof.engine.pool import BlockPool\n"
+        "from kvproof.stateful_tests.subjects.engine import EngineSubject\n\n\n"
+        "class Broken(EngineSubject):\n"
+        "    name = 'mine:Broken'\n\n"
+        "    def __init__(self, configuration):\n"
+        "        super().__init__(configuration)\n"
+        "        self.engine.pools[0].__class__ = Leaky\n\n\n"
+        "class Leaky(BlockPool):\n"
+        "    __slots__ = ()\n\n"
+        "    def release(self, blocks):\n"
+        "        super().release(blocks[:-1])\n"
+    )
+    result = kvproof("check", "--subject", "mine:Broken", "--seconds", "5", "--json", cwd=tmp_path)
+    fields = printed(result)
+    assert (result.returncode, fields["verdict"]) == (1, "fail")
+    assert fields["subject"] == "mine:Broken"
+    again = kvproof("replay", fields["violations"][0]["case"], cwd=tmp_path)
+    assert again.returncode == 1
+    for name in ("mine:Absent", "absent:Broken"):
+        refused = kvproof("check", "--subject", name, cwd=tmp_path)
+        assert refused.returncode == 2
+        assert f"kvproof: subject '{name}' cannot be imported" in refused.stderr

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.columns import Columns
 
 from kvproof.fuzz.campaign import Finding, Report, check_subject
 from kvproof.fuzz.cli.output import (
@@ -22,6 +23,7 @@ from kvproof.fuzz.cli.output import (
 )
 from kvproof.fuzz.verdicts import reachable_goals
 from kvproof.invariants.case import dump_case
+from kvproof.invariants.errors import InputError
 from kvproof.invariants.goals import Goal
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.subjects import SUBJECT_NAMES, subject_factory
@@ -31,7 +33,10 @@ _SHOWN_CASE_LINES = 40
 
 def check(
     subject: Annotated[
-        str, typer.Option(help=f"What to drive: {', '.join(SUBJECT_NAMES)}.")
+        str,
+        typer.Option(
+            help=f"What to drive: {', '.join(SUBJECT_NAMES)}, or MODULE:CLASS of your own."
+        ),
     ] = "engine",
     seconds: Annotated[float, typer.Option(min=0.1, help="Time budget.")] = 30.0,
     seed: SeedOption = None,
@@ -51,6 +56,8 @@ def check(
 
     Examples: [bold]kvproof check[/]   [bold]kvproof check --fault no-copy-on-write[/]
     """
+    if fault is not None and subject != "engine":
+        raise InputError("--fault plants its fault in the engine: it goes with --subject engine")
     seed = fresh_seed(seed)
     with progress_bar(f"checking {subject}", seconds) as bar:
         report = check_subject(
@@ -106,6 +113,8 @@ def _show_goals(report: Report, goals: tuple[Goal, ...]) -> None:
     reached = [goal for goal in goals if report.total.goals.get(goal.id)]
     missed = [goal for goal in goals if goal not in reached]
     console.print(f"[bold]Situations reached[/]  {len(reached)} of {len(goals)}", markup=True)
+    hits = [f"{goal.id} {report.total.goals[goal.id]:,}" for goal in reached]
+    console.print(Columns(hits, padding=(0, 3)))
     for goal in missed:
         rare = " (rare: may be missed)" if goal.rare else ""
         console.print(f"  not reached: {goal.id}, {goal.situation}{rare}", markup=False)

@@ -10,7 +10,7 @@ Does not verify: what is read (PROV); that a copy's bytes are right (PROV).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from kvproof.invariants.books import GroupBooks, RequestModel
 from kvproof.invariants.events import (
@@ -43,12 +43,18 @@ class Excl(Check):
     )
     positive_control = "writes-start-at-row-zero"
 
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self._reserved = frozenset(self.semantics.reserved)
+
     def before_event(self) -> Mapping[type[Event], EventHandler]:
         return {
             BlocksAllocated: self._allocated,
             BlockCopied: self._copied,
-            StepLaunched: self._launched,
         }
+
+    def after_event(self) -> Mapping[type[Event], EventHandler]:
+        return {StepLaunched: self._launched}
 
     def _allocated(self, event: BlocksAllocated) -> None:
         group, blocks = self.groups[event.group], event.blocks
@@ -62,7 +68,7 @@ class Excl(Check):
                 block=twice,
                 request=event.request,
             )
-        if any([refs[b] for b in blocks]) or any([b in blocks for b in self.semantics.reserved]):
+        if any([refs[b] for b in blocks]) or not self._reserved.isdisjoint(blocks):
             for block in blocks:
                 self._handed_out(group, block, event.request)
 
@@ -116,23 +122,17 @@ class Excl(Check):
 
     def _launched(self, event: StepLaunched) -> None:
         self.checked += 1
-        size, known = self.block_size, self.books.known
-        for group in self.groups:
-            number, refs, key_of = group.group, group.refs, group.key_of
-            for item in event.items:
-                request = known.get(item.request)
-                if request is None:
-                    continue  # LIFE
-                first, last = item.start // size, (item.end - 1) // size
-                table, own = item.tables[number], request.tables[number]
-                if last >= len(table) or last >= len(own):
-                    self._foreign(group, item, min(len(table), len(own)), table)
+        size = self.block_size
+        for item, request in self.books.steps[-1].items:
+            first, end = item.start // size, (item.end - 1) // size + 1
+            for group in self.groups:
+                number, refs, key_of = group.group, group.refs, group.key_of
+                table = item.tables[number]
+                written = request.tables[number][first:end]
+                if len(written) < end - first or list(table[first:end]) != written:
+                    self._foreign(group, item, request, first)
                     return
-                for row in range(first, last + 1):
-                    block = own[row]
-                    if table[row] != block:
-                        self._foreign(group, item, row, table)
-                        return
+                for block in written:
                     if (refs[block] != 1 or block in key_of) and not self._owes(
                         group, block, request
                     ):
@@ -143,7 +143,12 @@ class Excl(Check):
         """Published early, its future content may be shared before its writer has run."""
         return bool(group.refs[block]) and group.owed.get(block, (None,))[0] is request
 
-    def _foreign(self, group: GroupBooks, item: StepItem, row: int, table: Sequence[int]) -> None:
+    def _foreign(
+        self, group: GroupBooks, item: StepItem, request: RequestModel, row: int
+    ) -> None:
+        table, own = item.tables[group.group], request.tables[group.group]
+        while row < min(len(table), len(own)) and table[row] == own[row]:
+            row += 1
         named = f"block {table[row]}" if row < len(table) else "no block"
         self.fail(
             f"a step writes row {row} of request {item.request} through a table that names "

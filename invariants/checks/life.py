@@ -59,8 +59,9 @@ class Life(Check):
         }.get(kind)
 
     def _admitted(self, operation: Admit, outcome: Outcome) -> None:
-        if outcome.status == "done":
-            self._identity((outcome.request,))
+        number = outcome.request
+        if outcome.status == "done" and (number is None or number in self.books.requests):
+            self._taken(number)
 
     def _retired(self, operation: Retire, outcome: Outcome) -> None:
         if (outcome.status == "skipped") != (not self.books.steps):
@@ -97,13 +98,12 @@ class Life(Check):
                 f"{len(candidates)} candidates it names request {expected}",
                 request=outcome.request,
             )
-        if outcome.children:
-            self._identity(outcome.children)
+        for child in outcome.children:
+            if child in self.books.requests:
+                self._taken(child)
 
-    def _identity(self, created: Sequence[int | None]) -> None:
-        for number in created:
-            if number is None or number in self.books.requests:
-                self.fail(f"a new request is called {number}", request=number)
+    def _taken(self, number: int | None) -> None:
+        self.fail(f"a new request is called {number}", request=number)
 
     def settle(self) -> None:
         if self.books.strays:
@@ -122,25 +122,27 @@ class Life(Check):
             )
 
     def audit(self) -> None:
-        live = sorted(self.view.requests())
-        if live != sorted(self.books.requests):
-            self.fail(f"live requests are {live}, but should be {sorted(self.books.requests)}")
+        live = self.view.requests()
+        if set(live) != self.books.requests.keys() or len(live) != len(self.books.requests):
+            self.fail(
+                f"live requests are {sorted(live)}, but should be {sorted(self.books.requests)}"
+            )
             return
         steps = [step.number for step in self.books.steps]
         if list(self.view.steps_in_flight()) != steps:
             self.fail(f"steps {list(self.view.steps_in_flight())} are in flight, not {steps}")
+        look_up = self.view.table
         for request in self.books.requests.values():
-            self._audit_table(request)
+            for group, own in enumerate(request.tables):
+                table = look_up(request.id, group)
+                if table != own and list(table) != own:
+                    self._wrong_table(request, group, table)
+                    return
 
-    def _audit_table(self, request: RequestModel) -> None:
-        for group in self.groups:
-            table = self.view.table(request.id, group.group)
-            own = request.tables[group.group]
-            if len(table) != len(own) or list(table) != own:
-                self.fail(
-                    f"the table of request {request.id} is {list(table)}, but it was given "
-                    f"{own}",
-                    group=group.group,
-                    request=request.id,
-                )
-                return
+    def _wrong_table(self, request: RequestModel, group: int, table: Sequence[int]) -> None:
+        self.fail(
+            f"the table of request {request.id} is {list(table)}, but it was given "
+            f"{request.tables[group]}",
+            group=group,
+            request=request.id,
+        )

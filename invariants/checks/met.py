@@ -9,13 +9,10 @@ figures that the subject does not declare.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from kvproof.invariants.books import RequestModel
-from kvproof.invariants.events import BlocksEvicted, Event, StepLaunched
-from kvproof.invariants.operations import Admit, Operation, Preempt
-from kvproof.invariants.outcomes import Outcome
-from kvproof.invariants.property import Check, Claim, EventHandler
+from kvproof.invariants.property import Check, Claim
 
 
 class Met(Check):
@@ -37,86 +34,66 @@ class Met(Check):
         ),
     )
     positive_control = "hits-counted-again-on-resume"
-    concludes_on = (Admit, Preempt)
-    concludes_when = ("done",)
-
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)  # type: ignore[arg-type]
-        self._counts = dict.fromkeys(
-            ("admissions", "preemptions", "evictions", "hits", "queries", "steps", "batch"), 0
-        )
-        self._expected: dict[str, Callable[[], int]] = {
-            "kv_capacity_bytes": lambda: self._blocks_total() * self._block_bytes,
-            "kv_bytes_used": lambda: self._blocks_used() * self._block_bytes,
-            "kv_blocks_total": self._blocks_total,
-            "kv_blocks_free": lambda: self._blocks_total() - self._blocks_used(),
-            "live_cached_tokens": lambda: sum(r.computed for r in self.books.running),
-            "active_sequences": lambda: len(self.books.running),
-            "waiting_sequences": lambda: len(self.books.preempted),
-            "admissions": lambda: self._counts["admissions"],
-            "preemptions": lambda: self._counts["preemptions"],
-            "evictions": lambda: self._counts["evictions"],
-            "prefix_cache_hits": lambda: self._counts["hits"],
-            "prefix_cache_queries": lambda: self._counts["queries"],
-            "iterations": lambda: self._counts["steps"],
-            "batch_size_by_iteration": lambda: self._counts["batch"],
-        }
-        self._expected_per_request: dict[str, Callable[[RequestModel], int]] = {
-            "input_tokens": lambda r: r.input_tokens,
-            "cached_tokens": lambda r: r.cached_tokens,
-            "allocated_blocks": lambda r: sum(len(table) for table in r.tables),
-            "preemptions": lambda r: r.epoch,
-        }
-
-    @property
-    def _block_bytes(self) -> int:
-        return self.block_size * self.books.configuration.kv_bytes_per_token
-
-    def _blocks_total(self) -> int:
-        return sum(group.usable for group in self.books.groups)
-
-    def _blocks_used(self) -> int:
-        return sum(group.referenced for group in self.books.groups)
-
-    def after_event(self) -> Mapping[type[Event], EventHandler]:
-        return {BlocksEvicted: self._evicted, StepLaunched: self._launched}
-
-    def _evicted(self, event: BlocksEvicted) -> None:
-        self._counts["evictions"] += len(event.blocks)
-
-    def _launched(self, event: StepLaunched) -> None:
-        self._counts["steps"] += 1
-        self._counts["batch"] = len(event.items)
-
-    def conclude(self, operation: Operation, outcome: Outcome) -> None:
-        if isinstance(operation, Preempt):
-            self._counts["preemptions"] += 1
-        elif outcome.request is not None:
-            request = self.books.requests[outcome.request]
-            self._counts["admissions"] += 1
-            self._counts["hits"] += outcome.cached_tokens
-            self._counts["queries"] += request.input_tokens
 
     def audit(self) -> None:
-        if not self.semantics.exports and not self.semantics.exports_per_request:
-            return
-        exported = self.view.metrics()
-        for name in self.semantics.exports:
-            expected = self._expected[name]()
-            if exported[name] != expected:
-                self.fail(f"{name} is exported as {exported[name]}, but it is {expected}")
-                return
-        for request in self.books.requests.values():
-            self._audit_request(request)
+        semantics = self.semantics
+        if semantics.exports:
+            self._compare(self.view.metrics(), self._expected(), semantics.exports)
+        if semantics.exports_per_request:
+            for request in self.books.requests.values():
+                self._compare(
+                    self.view.request_metrics(request.id),
+                    self._expected_of(request),
+                    semantics.exports_per_request,
+                    request.id,
+                )
 
-    def _audit_request(self, request: RequestModel) -> None:
-        exported = self.view.request_metrics(request.id)
-        for name in self.semantics.exports_per_request:
-            expected = self._expected_per_request[name](request)
-            if exported[name] != expected:
+    def _compare(
+        self,
+        exported: Mapping[str, int],
+        expected: Mapping[str, int],
+        names: tuple[str, ...],
+        request: int | None = None,
+    ) -> None:
+        if exported == expected:
+            return
+        for name in names:
+            if exported[name] != expected[name]:
+                whose = "" if request is None else f" of request {request}"
                 self.fail(
-                    f"{name} of request {request.id} is exported as {exported[name]}, but it is "
-                    f"{expected}",
-                    request=request.id,
+                    f"{name}{whose} is exported as {exported[name]}, but it is {expected[name]}",
+                    request=request,
                 )
                 return
+
+    def _expected(self) -> dict[str, int]:
+        """The scheduler's figures by the books."""
+        books, figures = self.books, self.books.figures
+        block_bytes = self.block_size * books.configuration.kv_bytes_per_token
+        total = sum([group.usable for group in self.groups])
+        used = sum([group.referenced for group in self.groups])
+        return {
+            "kv_capacity_bytes": total * block_bytes,
+            "kv_bytes_used": used * block_bytes,
+            "kv_blocks_total": total,
+            "kv_blocks_free": total - used,
+            "live_cached_tokens": sum([request.computed for request in books.running]),
+            "active_sequences": len(books.running),
+            "waiting_sequences": len(books.preempted),
+            "admissions": figures.admissions,
+            "preemptions": figures.preemptions,
+            "evictions": figures.evictions,
+            "prefix_cache_hits": figures.prefix_cache_hits,
+            "prefix_cache_queries": figures.prefix_cache_queries,
+            "iterations": figures.iterations,
+            "batch_size_by_iteration": figures.batch_size,
+        }
+
+    def _expected_of(self, request: RequestModel) -> dict[str, int]:
+        """One request's figures by the books."""
+        return {
+            "input_tokens": request.input_tokens,
+            "cached_tokens": request.cached_tokens,
+            "allocated_blocks": sum(map(len, request.tables)),
+            "preemptions": request.epoch,
+        }

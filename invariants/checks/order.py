@@ -111,7 +111,7 @@ class Order(Check):
             return
         for group in self.books.groups:
             expected = list(group.cached_free)
-            actual = list(self.view.free_blocks(group.group))[group.empty_free :]
+            actual = self.view.free_blocks(group.group)[group.empty_free :]
             if actual != expected:
                 first = next(
                     (a for a, e in zip(actual, expected, strict=False) if a != e),

@@ -86,7 +86,8 @@ class Pin(Check):
 
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
         retired = self.books.retired
-        if retired is None:
+        self.checked += 1
+        if retired is None or not retired.fenced:
             return
         released = self.books.released_fences
         for number, tables in retired.fenced:
@@ -99,4 +100,3 @@ class Pin(Check):
                         block=table[0],
                         request=number,
                     )
-        self.checked += 1

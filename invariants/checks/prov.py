@@ -46,11 +46,9 @@ class Prov(Check):
     )
     positive_control = "copy-on-write-copies-nothing"
 
-    def before_event(self) -> Mapping[type[Event], EventHandler]:
-        return {StepLaunched: self._launched}
-
     def after_event(self) -> Mapping[type[Event], EventHandler]:
         return {
+            StepLaunched: self._launched,
             BlockCopied: self._copied,
             BlocksReleased: self._released,
             BlocksEvicted: self._evicted,
@@ -74,7 +72,8 @@ class Prov(Check):
         group = self.groups[event.group]
         refs, key_of = group.refs, group.key_of
         dead = [b for b in event.blocks if refs[b] == 0 and b not in key_of]
-        self.shadows[event.group].poison(dead, FREED)
+        if dead:
+            self.shadows[event.group].poison(dead, FREED)
 
     def _evicted(self, event: BlocksEvicted) -> None:
         refs = self.groups[event.group].refs
@@ -86,16 +85,12 @@ class Prov(Check):
     def _launched(self, event: StepLaunched) -> None:
         """The rows that the step reads are those that the request was given."""
         size = self.block_size
-        for item in event.items:
-            request = self.books.known.get(item.request)
-            if request is None:
-                continue
+        for item, request in self.books.steps[-1].items:
             rows = (item.end + size - 1) // size
-            for group, table in enumerate(item.tables):
-                first = request.trusted_rows[group]
+            for group, first in enumerate(request.trusted_rows):
                 if first >= rows:
                     continue
-                own = request.tables[group]
+                table, own = item.tables[group], request.tables[group]
                 if list(table[first:rows]) != own[first:rows]:
                     self._wrong_table(item, group, first, table, own)
                     return

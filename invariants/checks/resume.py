@@ -50,29 +50,29 @@ class Resume_(Check):
         return {StepLaunched: self._launched}
 
     def _launched(self, event: StepLaunched) -> None:
-        seen: set[int] = set()
+        known, seen = self.books.known, set()
         for item in event.items:
-            why = self._misplaced(item, seen)
+            number = item.request
+            request = known.get(number)
+            if request is None:
+                continue  # LIFE
+            why = "which it carries twice" if number in seen else self._misplaced(item, request)
             if why:
                 self.fail(
                     f"step {event.step} computes positions {item.start} to {item.end} of "
-                    f"request {item.request}, {why}",
-                    request=item.request,
+                    f"request {number}, {why}",
+                    request=number,
                 )
                 return
-            seen.add(item.request)
+            seen.add(number)
 
-    def _misplaced(self, item: StepItem, seen: set[int]) -> str | None:
-        request = self.books.known.get(item.request)
-        if request is None:
-            return None  # LIFE
-        if item.request in seen:
-            return "which it carries twice"
+    def _misplaced(self, item: StepItem, request: RequestModel) -> str | None:
         if not request.running:
             return "which is preempted"
         if item.epoch != request.epoch:
             return f"as of its epoch {item.epoch}, but it was preempted {request.epoch} times"
-        if item.start != request.scheduled or not item.start < item.end <= request.length:
+        start = item.start
+        if start != request.scheduled or not start < item.end <= len(request.tags):
             return (
                 f"which has {request.length} tokens, {request.scheduled} of them computed or "
                 "in a step"

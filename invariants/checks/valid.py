@@ -162,12 +162,14 @@ class Valid(Check):
             if group.touched_keys:
                 index, blocks_of = self.view.index(group.group), group.blocks_of
                 for key in group.touched_keys:
-                    self._entry_agrees(group, key, index.get(key, ()), blocks_of.get(key, ()))
+                    actual, expected = index.get(key, ()), blocks_of.get(key, ())
+                    if actual != expected:
+                        self._entry_agrees(group, key, actual, expected)
 
     def _entry_agrees(
         self, group: GroupBooks, key: bytes, actual: Sequence[int], expected: Sequence[int]
     ) -> bool:
-        if actual == expected or sorted(actual) == sorted(expected):
+        if sorted(actual) == sorted(expected):
             return True
         blocks = actual or expected
         says = f"block {blocks[0]}" if actual else "nothing"
@@ -204,15 +206,19 @@ class Valid(Check):
 
     def audit(self) -> None:
         for group in self.groups:
-            index, blocks_of = self.view.index(group.group), group.blocks_of
-            keys = blocks_of if len(index) == len(blocks_of) else {*index, *blocks_of}
-            for key in keys:
-                actual, expected = index.get(key, ()), blocks_of.get(key, ())
-                if not self._entry_agrees(group, key, actual, expected):
-                    return
-            self._audit_content(group)
+            index, blocks_of = dict(self.view.index(group.group).items()), group.blocks_of
+            if index != blocks_of:
+                for key in {*index, *blocks_of}:
+                    actual, expected = index.get(key, ()), blocks_of.get(key, ())
+                    if not self._entry_agrees(group, key, actual, expected):
+                        return
+            tags = group.tag_of_key
+            held = self.shadows[group.group].last_tags(group.key_of)
+            if held != [tags[key] for key in group.key_of.values()]:
+                self._audit_content(group)
 
     def _audit_content(self, group: GroupBooks) -> None:
+        """Name the block that does not hold what it should, unless it is still owed."""
         shadow = self.shadows[group.group]
         for key, blocks in group.blocks_of.items():
             tag = group.tag_of_key[key]

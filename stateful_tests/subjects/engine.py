@@ -53,6 +53,10 @@ class _Index(Mapping[bytes, Sequence[int]]):
     def __len__(self) -> int:
         return len(self._blocks)
 
+    def items(self) -> Any:
+        """Key and blocks of each entry, without a step of Python for each."""
+        return zip(self._blocks, zip(self._blocks.values(), strict=False), strict=False)
+
     def get(self, key: bytes, default: Any = None) -> Any:
         block = self._blocks.get(key)
         return default if block is None else (block,)
