@@ -141,8 +141,10 @@ class GroupBooks:
     __slots__ = (
         "blocks_of",
         "cached_free",
+        "emptied",
         "evicting",
         "group",
+        "held",
         "key_of",
         "key_of_tag",
         "owed",
@@ -158,8 +160,10 @@ class GroupBooks:
         self.group = group
         self.usable = usable
         self.refs = [0] * ids
+        self.held: set[int] = set()
+        """Blocks with at least one reference …"""
         self.referenced = 0
-        """Blocks with at least one reference."""
+        """… and how many they are."""
         self.key_of: dict[int, bytes] = {}
         self.blocks_of: dict[bytes, tuple[int, ...]] = {}
         """The prefix index: key to findable blocks."""
@@ -168,6 +172,8 @@ class GroupBooks:
         """For findable keys: the tag of the last position of the block, and back."""
         self.cached_free: OrderedDict[int, None] = OrderedDict()
         """Findable blocks without a reference, by the time of their release."""
+        self.emptied: list[int] = []
+        """Blocks that the latest release left without a holder and with nothing findable."""
         self.evicting: list[int] = []
         """Evicted under pressure, not yet handed out."""
         self.touched: list[int] = []
@@ -181,35 +187,50 @@ class GroupBooks:
         """Free blocks in which nothing is findable."""
         return self.usable - self.referenced - len(self.cached_free)
 
-    def hold(self, block: int) -> None:
-        """One more reference."""
-        if self.refs[block] == 0:
-            self.referenced += 1
-            self.cached_free.pop(block, None)
-        self.refs[block] += 1
+    def hold(self, blocks: Sequence[int]) -> None:
+        """One more reference to each."""
+        refs, cached_free = self.refs, self.cached_free
+        for block in blocks:
+            refs[block] += 1
+        if cached_free and not cached_free.keys().isdisjoint(blocks):
+            for block in blocks:
+                cached_free.pop(block, None)
+        self.held.update(blocks)
+        self.referenced = len(self.held)
+        self.touched += blocks
 
-    def drop(self, block: int) -> None:
-        """One reference less; never below zero (a checker has reported that already)."""
-        if self.refs[block] <= 0:
-            return
-        self.refs[block] -= 1
-        if self.refs[block] == 0:
-            self.referenced -= 1
-            if block in self.key_of:
-                self.cached_free[block] = None
+    def drop(self, blocks: Sequence[int]) -> None:
+        """One reference less to each, in this order; never below zero (REF has reported it)."""
+        refs, key_of, held = self.refs, self.key_of, self.held
+        self.emptied = []
+        for block in blocks:
+            count = refs[block]
+            if count > 1:
+                refs[block] = count - 1
+            elif count:
+                refs[block] = 0
+                held.discard(block)
+                if block in key_of:
+                    self.cached_free[block] = None
+                else:
+                    self.emptied.append(block)
+        self.referenced = len(held)
+        self.touched += blocks
 
     def publish(self, blocks: Sequence[int], keys: Sequence[bytes], tags: Sequence[int]) -> None:
         """Blocks are findable under these keys, whose last positions have these tags."""
-        blocks_of = self.blocks_of
-        if blocks_of.keys().isdisjoint(keys):
-            blocks_of.update(zip(keys, zip(blocks, strict=False), strict=False))
-        else:
-            for block, key in zip(blocks, keys, strict=False):
-                blocks_of[key] = (*blocks_of.get(key, ()), block)
-        self.key_of.update(zip(blocks, keys, strict=False))
-        self.tag_of_key.update(zip(keys, tags, strict=False))
-        self.key_of_tag.update(zip(tags, keys, strict=False))
-        self.cached_free.update((b, None) for b in blocks if self.refs[b] == 0)
+        key_of, blocks_of, held = self.key_of, self.blocks_of, self.held
+        tag_of_key, key_of_tag = self.tag_of_key, self.key_of_tag
+        for block, key, tag in zip(blocks, keys, tags, strict=False):
+            key_of[block] = key
+            others = blocks_of.get(key)
+            blocks_of[key] = (*others, block) if others else (block,)
+            tag_of_key[key] = tag
+            key_of_tag[tag] = key
+            if block not in held:  # a subject may publish what nobody holds
+                self.cached_free[block] = None
+        self.touched += blocks
+        self.touched_keys += keys
 
     def unpublish(self, blocks: Sequence[int]) -> None:
         """Nothing is findable in these blocks any more."""
@@ -333,8 +354,8 @@ class Books:
 
     def _grow(self, operation: Grow, outcome: Outcome) -> None:
         request = self._target(outcome)
-        extend_sampled(request.tags, operation.choice, operation.tokens)
         self.touched_requests[request.id] = request
+        extend_sampled(request.tags, operation.choice, operation.tokens)
 
     def _fork(self, operation: Fork, outcome: Outcome) -> None:
         parent = self._target(outcome)
@@ -388,39 +409,29 @@ class Books:
 
     def _blocks_allocated(self, event: BlocksAllocated) -> None:
         group = self.groups[event.group]
-        self._hold_all(group, event.blocks)
+        group.hold(event.blocks)
         request = self._known(event, event.request)
         if request is not None:
-            request.tables[event.group].extend(event.blocks)
+            request.tables[event.group] += event.blocks
         if group.evicting:
             group.evicting = []
 
     def _blocks_reused(self, event: BlocksReused) -> None:
-        self._hold_all(self.groups[event.group], event.blocks)
+        self.groups[event.group].hold(event.blocks)
         request = self._known(event, event.request)
         if request is not None:
-            request.tables[event.group].extend(event.blocks)
+            request.tables[event.group] += event.blocks
 
     def _blocks_shared(self, event: BlocksShared) -> None:
-        self._hold_all(self.groups[event.group], event.blocks)
+        self.groups[event.group].hold(event.blocks)
         request = self._known(event, event.request)
         if request is not None:
             request.tables[event.group] = list(event.blocks)
 
-    def _hold_all(self, group: GroupBooks, blocks: Sequence[int]) -> None:
-        refs, cached_free = group.refs, group.cached_free
-        for block in blocks:
-            if refs[block] == 0:
-                group.referenced += 1
-                cached_free.pop(block, None)
-            refs[block] += 1
-        group.touched += blocks
-
     def _block_copied(self, event: BlockCopied) -> None:
         group = self.groups[event.group]
-        self._hold_all(group, (event.target,))
-        group.drop(event.source)
-        group.touched.append(event.source)
+        group.hold((event.target,))
+        group.drop((event.source,))
         if group.evicting:
             group.evicting = []
         request = self._known(event, event.request)
@@ -434,16 +445,7 @@ class Books:
         request.trusted_rows[event.group] = min(request.trusted_rows[event.group], event.row)
 
     def _blocks_released(self, event: BlocksReleased) -> None:
-        group = self.groups[event.group]
-        refs, key_of, cached_free = group.refs, group.key_of, group.cached_free
-        for block in event.blocks:
-            if refs[block] > 0:  # else REF has reported it
-                refs[block] -= 1
-                if refs[block] == 0:
-                    group.referenced -= 1
-                    if block in key_of:
-                        cached_free[block] = None
-        group.touched += event.blocks
+        self.groups[event.group].drop(event.blocks)
         if event.step is not None:
             self.released_fences.add((event.step, event.request, event.group))
             self.passing = True
@@ -469,8 +471,6 @@ class Books:
         # Tags end with the request's tokens: what is not a full block, VALID has reported.
         tags = request.tags[(row + 1) * size - 1 : (row + len(event.blocks)) * size : size]
         group.publish(event.blocks, event.keys, tags)
-        group.touched += event.blocks
-        group.touched_keys += event.keys
         if self.semantics.publishes == "at_allocation":
             for block, owed_row in zip(event.blocks, range(row, row + len(tags)), strict=False):
                 if (owed_row + 1) * size > request.computed:

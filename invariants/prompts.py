@@ -11,14 +11,19 @@ from array import array
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvproof.invariants.operations import Media, Segment
+
+Numbers = NDArray[np.uint64]
 
 PLACEHOLDER = 151_655
 """The token that stands for every piece of every media item, as in real vocabularies."""
 
 _STREAM = 1024
 """Prompts up to this length are cut from remembered streams."""
+CHUNK = 1024
+"""Sampled tokens are remembered in chunks of so many positions."""
 
 _MULTIPLIER = 0x9E3779B1
 _INCREMENT = 0x85EBCA6B
@@ -28,8 +33,9 @@ _TOKEN_MASK = 0x0FFF_FFFF
 @lru_cache(maxsize=256)
 def _stream(source: int) -> array[int]:
     """The first tokens of a stream; short segments are slices of it."""
-    base = source * _INCREMENT + 1
-    return array("I", [(base + i * _MULTIPLIER) >> 7 & _TOKEN_MASK for i in range(_STREAM)])
+    tokens = array("I")
+    tokens.frombytes(_long_segment(source, _STREAM))
+    return tokens
 
 
 @lru_cache(maxsize=2)  # subject and checker ask for the same prompt, one after the other
@@ -41,10 +47,14 @@ def _long_prompt(prompt: tuple[Segment, ...]) -> array[int]:
 
 
 def _long_segment(source: int, length: int) -> bytes:
-    steps = np.arange(length, dtype=np.uint64) * np.uint64(_MULTIPLIER)
-    base = np.uint64((source * _INCREMENT + 1) & 0xFFFF_FFFF_FFFF_FFFF)
-    tokens = (base + steps) >> np.uint64(7) & np.uint64(_TOKEN_MASK)
-    return tokens.astype(np.uint32).tobytes()
+    return _scramble(source * _INCREMENT + 1, 0, length, 7).astype(np.uint32).tobytes()
+
+
+def _scramble(base: int, position: int, count: int, shift: int) -> Numbers:
+    """Token ids at ``count`` positions from ``position`` on, from one multiplication each."""
+    positions = np.arange(position, position + count, dtype=np.uint64)
+    mixed = positions * np.uint64(_MULTIPLIER) + np.uint64(base & 0xFFFF_FFFF_FFFF_FFFF)
+    return mixed >> np.uint64(shift) & np.uint64(_TOKEN_MASK)
 
 
 def prompt_length(prompt: tuple[Segment, ...]) -> int:
@@ -77,8 +87,22 @@ def clip_media(media: tuple[Media, ...], length: int) -> tuple[Media, ...]:
 
 def sampled_tokens(choice: int, position: int, count: int) -> list[int]:
     """The tokens that ``choice`` samples from ``position`` on; equal choices continue equally."""
-    base = choice * _INCREMENT + 0x1234567
-    return [(base + p * _MULTIPLIER) >> 5 & _TOKEN_MASK for p in range(position, position + count)]
+    chunk, offset = divmod(position, CHUNK)
+    tokens = _sampled_list(choice, chunk)[offset : offset + count]
+    while len(tokens) < count:
+        chunk += 1
+        tokens += _sampled_list(choice, chunk)[: count - len(tokens)]
+    return tokens
+
+
+def sampled_chunk(choice: int, chunk: int) -> Numbers:
+    """The tokens that ``choice`` samples at the ``CHUNK`` positions from ``chunk·CHUNK`` on."""
+    return _scramble(choice * _INCREMENT + 0x1234567, chunk * CHUNK, CHUNK, 5)
+
+
+@lru_cache(maxsize=512)
+def _sampled_list(choice: int, chunk: int) -> list[int]:
+    return sampled_chunk(choice, chunk).tolist()
 
 
 def sampled_token(choice: int, position: int) -> int:

@@ -14,8 +14,8 @@ import numpy as np
 
 from kvproof.invariants.tags import POISON_NAMES, UNWRITTEN, Tags
 
-_BULK = 48
-"""From this many tokens on, numpy beats slices of arrays."""
+_BULK_ROWS = 8
+"""From this many rows on, numpy beats slices of arrays."""
 _BULK_BLOCKS = 12
 
 
@@ -32,12 +32,12 @@ class Shadow:
 
     def write(self, tags: Tags[int], start: int, end: int, table: Sequence[int]) -> None:
         """Positions ``start`` to ``end`` land in the slots that ``table`` names."""
-        size, content = self.block_size, self.content
+        size = self.block_size
         if end - start == 1:
-            content[table[start // size] * size + start % size] = tags[start]
+            self.content[table[start // size] * size + start % size] = tags[start]
             return
         position = start
-        if end - start >= _BULK:
+        if end - start >= _BULK_ROWS * size:
             position = -(-start // size) * size  # whole rows in one assignment
             last = end // size * size
             if position < last:
@@ -75,7 +75,7 @@ class Shadow:
         self, tags: Tags[int], start: int, end: int, table: Sequence[int]
     ) -> int | None:
         """The first position of ``start`` to ``end`` whose slot does not hold its tag."""
-        if end - start >= _BULK:
+        if end - start >= _BULK_ROWS * self.block_size:
             return self._first_mismatch_bulk(tags, start, end, table)
         size, content = self.block_size, self.content
         while start < end:

@@ -20,7 +20,13 @@ from hashlib import blake2b
 import numpy as np
 
 from kvproof.invariants.operations import Media, Segment
-from kvproof.invariants.prompts import prompt_length, prompt_tokens, sampled_tokens
+from kvproof.invariants.prompts import (
+    CHUNK,
+    Numbers,
+    prompt_length,
+    prompt_tokens,
+    sampled_chunk,
+)
 
 Tags = array  # array("Q"), one tag per token position
 
@@ -68,11 +74,24 @@ def extend_tags(tags: Tags[int], last: int, tokens: Iterable[int]) -> None:
 
 def extend_sampled(tags: Tags[int], choice: int, count: int) -> None:
     """Append the tags of ``count`` tokens that ``choice`` samples after a sequence's tags."""
-    last = tags[-1]
-    for token in sampled_tokens(choice, len(tags), count):
-        mixed = token * _MIX & MASK
-        last = (last * _P + (mixed ^ mixed >> 29)) & MASK
-        tags.append(last)
+    position, last = len(tags), tags[-1]
+    end = position + count
+    while position < end:
+        chunk, offset = divmod(position, CHUNK)
+        for mixed in _mixed_samples(choice, chunk)[offset : offset + end - position]:
+            last = (last * _P + mixed) & MASK
+            tags.append(last)
+        position = (chunk + 1) * CHUNK
+
+
+@lru_cache(maxsize=512)
+def _mixed_samples(choice: int, chunk: int) -> list[int]:
+    return _mix(sampled_chunk(choice, chunk)).tolist()
+
+
+def _mix(tokens: Numbers) -> Numbers:
+    mixed = tokens * np.uint64(_MIX)
+    return mixed ^ mixed >> np.uint64(29)
 
 
 def prompt_tags(
@@ -122,9 +141,8 @@ def _stem_tags(salt: int, adapter: int, source: int) -> Tags[int]:
 def _bulk_tags(
     prompt: tuple[Segment, ...], salt: int, adapter: int, media: tuple[Media, ...]
 ) -> Tags[int]:
-    tokens = np.frombuffer(prompt_tokens(prompt, media), dtype=np.uint32).astype(np.uint64)
-    mixed = tokens * np.uint64(_MIX)
-    mixed ^= mixed >> np.uint64(29)
+    tokens = np.frombuffer(prompt_tokens(prompt, media), dtype=np.uint32)
+    mixed = _mix(tokens.astype(np.uint64))
     for item in media:
         shown = mixed[item.start : item.start + item.length]
         marks = np.frombuffer(_media_marks(item.item, item.length), dtype=np.uint64)
@@ -138,7 +156,7 @@ def _bulk_tags(
 
 
 @lru_cache(maxsize=24)
-def _powers(length: int) -> tuple[np.ndarray, np.ndarray]:
+def _powers(length: int) -> tuple[Numbers, Numbers]:
     """P^(i+1) and P^-(i+1) modulo 2^64."""
     powers = np.cumprod(np.full(length, _P, dtype=np.uint64), dtype=np.uint64)
     inverses = np.cumprod(np.full(length, _P_INVERSE, dtype=np.uint64), dtype=np.uint64)

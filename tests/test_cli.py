@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -322,3 +323,18 @@ def test_a_subject_of_the_users_own_is_checked(tmp_path: Path) -> None:
         refused = kvproof("check", "--subject", name, cwd=tmp_path)
         assert refused.returncode == 2
         assert f"kvproof: subject '{name}' cannot be imported" in refused.stderr
+
+
+def test_documented_keys_are_printed(found: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """docs/json.md says what tools may rely on."""
+    folder, check = found
+    text = (Path(__file__).parent.parent / "docs" / "json.md").read_text()
+    rows = dict(re.findall(r"^\| `([a-z ]+?)`[^|]*\| (.*) \|$", text, re.M))
+    replayed = printed(kvproof("replay", check["violations"][0]["case"], "--json", cwd=folder))
+    listed = printed(kvproof("faults", "list", "--json", cwd=tmp_path))
+    for row, fields in (("check", check), ("replay", replayed), ("faults list", listed)):
+        documented = re.findall(r"(?:^|, )`([a-z_]+)(?:\[\])?`", re.sub(r"\(.*?\)", "", rows[row]))
+        assert documented
+        for key in documented:
+            inner = fields.get("faults", [{}])[0]
+            assert key in fields or key in inner, f"{row}: {key}"

@@ -154,7 +154,7 @@ def test_what_was_grown_is_hit_too() -> None:
 def test_a_duplicate_of_a_findable_block_stays_private() -> None:
     cache = Cache(prompt(8), prompt(8), *STEP)
     assert cache.event(BlocksPublished).request == 0
-    assert [blocks for blocks in cache.view.index(0).values()] == [(1,), (2,)]
+    assert list(cache.view.index(0).values()) == [(1,), (2,)]
     cache.do(Finish(1))
     assert cache.view.free_count(0) == 6
     assert list(cache.view.free_blocks(0))[:2] == [3, 4], "empty-free: nothing findable in them"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +31,10 @@ SeedOption = Annotated[
     ),
 ]
 
-console = Console(highlight=False, soft_wrap=True)
+# A pipe or a log has no width of its own: wide enough for the tables, COLUMNS overrides it.
+_WIDTH = shutil.get_terminal_size(fallback=(130, 24)).columns
+
+console = Console(highlight=False, soft_wrap=True, width=_WIDTH)
 stderr = Console(stderr=True, highlight=False)
 
 
@@ -61,7 +65,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     drawn = Table(title=title, title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
         numeric = bool(rows) and isinstance(rows[0][index], int | float)
-        drawn.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        drawn.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=index == 0)
     for row in rows:
         drawn.add_row(*[_cell(value) for value in row])
     console.print(drawn)

@@ -166,6 +166,7 @@ def no_copy_on_write(
     property="EXCL",
     source="B29, xLLM-AI/xllm#1984",
     shortest=5,
+    also=("CAP",),
 )
 def copy_for_two_owners_only(
     original: Replacement, length: int, block_size: int, last_ref_count: int

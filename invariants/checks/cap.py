@@ -69,16 +69,20 @@ class Cap(Check):
     positive_control = "boundary-block-too-early"
 
     def expecting(self, kind: type[Operation]) -> OperationHandler | None:
-        return {
-            Admit: self._admit,
-            Resume: self._resume,
-            Grow: self._grow,
+        handlers: dict[type[Operation], OperationHandler] = {
             Fork: self._fork,
             Launch: self._launch,
-            Evict: self._evict,
             Reset: self._reset,
             Retire: self._retire,
-        }.get(kind)
+        }
+        if self.semantics.exact_admission:
+            handlers |= {
+                Admit: self._admit,
+                Resume: self._resume,
+                Grow: self._grow,
+                Evict: self._evict,
+            }
+        return handlers.get(kind)
 
     def expects(self, kind: type[Operation], status: Status) -> bool:
         # LIFE knows whether an operation had a target; the others are never skipped.
@@ -133,33 +137,30 @@ class Cap(Check):
             self._admission(operation, outcome, request.tags)
 
     def _admission(self, operation: Operation, outcome: Outcome, tags: Tags[int]) -> None:
-        books, size, length = self.books, self.block_size, len(tags)
+        books, size = self.books, self.block_size
         books.predicted_hits = []
-        needed = (length + size - 1) // size
-        if not self.semantics.exact_admission:
-            return
+        needed = (len(tags) + size - 1) // size
+        hits, reason = 0, None
         if len(books.running) >= books.configuration.requests:
-            self._judge(operation, outcome, TOO_MANY_REQUESTS)
+            reason = TOO_MANY_REQUESTS
         elif needed > books.configuration.blocks:
-            self._judge(operation, outcome, LARGER_THAN_POOL)
+            reason = LARGER_THAN_POOL
         else:
             hits = self._longest_hit(tags)
-            fits = all([self._fits(group, tags, needed, hits) for group in self.groups])
-            self._judge(operation, outcome, None if fits else NO_FREE_BLOCKS, hits * size)
+            for group in self.groups:
+                if not self._fits(group, tags, needed, hits):
+                    reason = NO_FREE_BLOCKS
+        self._judge(operation, outcome, reason, hits * size)
 
     def _longest_hit(self, tags: Tags[int]) -> int:
         """Rows of the longest prefix that is findable in every group, below the last token."""
         size = self.block_size
-        limit = (len(tags) - 1) // size if self.books.configuration.prefix_caching else 0
+        rows = (len(tags) - 1) // size if self.books.configuration.prefix_caching else 0
         for group in self.groups:
-            known = group.key_of_tag
-            if not known:
-                return 0
-            for row, tag in enumerate(tags[size - 1 : limit * size : size]):
-                if tag not in known:
-                    limit = row
-                    break
-        return limit
+            known, limit, rows = group.key_of_tag, rows, 0
+            while rows < limit and tags[rows * size + size - 1] in known:
+                rows += 1
+        return rows
 
     def _fits(self, group: GroupBooks, tags: Tags[int], needed: int, hits: int) -> bool:
         """Whether the new blocks are free beside the hits that come out of the free ones."""
@@ -174,8 +175,8 @@ class Cap(Check):
         return taken <= group.usable - group.referenced
 
     def _grow(self, operation: Grow, outcome: Outcome) -> None:
-        request = self.books.requests.get(-1 if outcome.request is None else outcome.request)
-        if request is None or not self.semantics.exact_admission:
+        request = self._known(outcome.request)
+        if request is None:
             return
         size, length = self.block_size, len(request.tags)
         reason = None
@@ -214,10 +215,9 @@ class Cap(Check):
         self._judge(operation, outcome, None, pending)
 
     def _evict(self, operation: Evict, outcome: Outcome) -> None:
-        if self.semantics.exact_admission:
-            cached = [len(group.cached_free) for group in self.groups]
-            figure = sum([min(operation.blocks, free) for free in cached])
-            self._judge(operation, outcome, None, figure)
+        cached = [len(group.cached_free) for group in self.groups]
+        figure = sum([min(operation.blocks, free) for free in cached])
+        self._judge(operation, outcome, None, figure)
 
     def _reset(self, operation: Reset, outcome: Outcome) -> None:
         if any([group.referenced for group in self.groups]):

@@ -58,7 +58,6 @@ class Excl(Check):
 
     def _allocated(self, event: BlocksAllocated) -> None:
         group, blocks = self.groups[event.group], event.blocks
-        refs = group.refs
         self.checked += 1
         if len(blocks) > 1 and len(set(blocks)) != len(blocks):
             twice = next(b for b in blocks if list(blocks).count(b) > 1)
@@ -68,7 +67,7 @@ class Excl(Check):
                 block=twice,
                 request=event.request,
             )
-        if any([refs[b] for b in blocks]) or not self._reserved.isdisjoint(blocks):
+        if not (group.held.isdisjoint(blocks) and self._reserved.isdisjoint(blocks)):
             for block in blocks:
                 self._handed_out(group, block, event.request)
 

@@ -53,12 +53,13 @@ class Key(Check):
         self.checked += 1
         tags = request.tags[(row + 1) * size - 1 : end : size]
         tag_of_key, key_of_tag = self._tag_of_key[event.group], self._key_of_tag[event.group]
-        for block, key, tag in zip(event.blocks, event.keys, tags, strict=True):
+        for index, key in enumerate(event.keys):
+            tag = tags[index]
             if tag_of_key.setdefault(key, tag) != tag:
-                self._collision(event, block, key)
+                self._collision(event, event.blocks[index], key)
                 return
             if key_of_tag.setdefault(tag, key) != key:
-                self._unstable(event, block, key_of_tag[tag], key)
+                self._unstable(event, event.blocks[index], key_of_tag[tag], key)
                 return
         if len(tag_of_key) > _REMEMBERED:
             self._forget(event.group)

@@ -11,7 +11,6 @@ Does not verify: arrival and waiting queues (the scheduler's level); when a requ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 
 from kvproof.invariants.books import RequestModel
 from kvproof.invariants.operations import (
@@ -83,8 +82,7 @@ class Life(Check):
         self._target(operation, self.books.preempted, outcome)
 
     def _aborted(self, operation: Abort, outcome: Outcome) -> None:
-        live = sorted(self.books.requests.values(), key=attrgetter("order"))
-        self._target(operation, live, outcome)
+        self._target(operation, list(self.books.requests.values()), outcome)
 
     def _target(
         self, operation: Operation, candidates: Sequence[RequestModel], outcome: Outcome

@@ -43,9 +43,9 @@ class Pin(Check):
         return handlers
 
     def _evicted(self, event: BlocksEvicted) -> None:
-        refs = self.groups[event.group].refs
-        if any([refs[block] for block in event.blocks]):
-            block = next(b for b in event.blocks if refs[b])
+        held = self.groups[event.group].held
+        if not held.isdisjoint(event.blocks):
+            block = next(b for b in event.blocks if b in held)
             self.fail(
                 f"block {block} was evicted ({event.cause}) while it was held",
                 group=event.group,

@@ -69,15 +69,13 @@ class Prov(Check):
             self._compare(request, event.group, start, end, request.tables[event.group])
 
     def _released(self, event: BlocksReleased) -> None:
-        group = self.groups[event.group]
-        refs, key_of = group.refs, group.key_of
-        dead = [b for b in event.blocks if refs[b] == 0 and b not in key_of]
-        if dead:
-            self.shadows[event.group].poison(dead, FREED)
+        emptied = self.groups[event.group].emptied
+        if emptied:
+            self.shadows[event.group].poison(emptied, FREED)
 
     def _evicted(self, event: BlocksEvicted) -> None:
-        refs = self.groups[event.group].refs
-        dead = [block for block in event.blocks if refs[block] == 0]
+        held = self.groups[event.group].held
+        dead = [block for block in event.blocks if block not in held]
         self.shadows[event.group].poison(dead, EVICTED)
 
     # -- reads are checked -----------------------------------------------------------------------

@@ -46,16 +46,16 @@ class Ref(Check):
         return {BlocksReleased: self._released}
 
     def _released(self, event: BlocksReleased) -> None:
-        blocks, refs = event.blocks, self.groups[event.group].refs
-        if blocks and min([refs[block] for block in blocks]) <= 0:
-            self._over_released(event, next(b for b in blocks if refs[b] <= 0))
-        held = self._held_table(event)
-        if held is not None and held[::-1] != blocks and sorted(held) != sorted(blocks):
+        blocks, held_blocks = event.blocks, self.groups[event.group].held
+        if not held_blocks.issuperset(blocks):
+            self._over_released(event, next(b for b in blocks if b not in held_blocks))
+        table = self._held_table(event)
+        if table is not None and table[::-1] != blocks and sorted(table) != sorted(blocks):
             self.fail(
                 f"request {event.request} gave back blocks {list(event.blocks)}, "
-                f"but its table held {list(held)}",
+                f"but its table held {table}",
                 group=event.group,
-                block=_first_difference(held, event.blocks),
+                block=_first_difference(table, blocks),
                 request=event.request,
             )
         self.checked += 1

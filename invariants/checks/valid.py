@@ -77,7 +77,7 @@ class Valid(Check):
     def _reused(self, event: BlocksReused) -> None:
         findable = self.groups[event.group].key_of
         self.checked += 1
-        if not all([block in findable for block in event.blocks]):
+        if not findable.keys() >= set(event.blocks):
             block = next(b for b in event.blocks if b not in findable)
             self.fail(
                 f"request {event.request} got a prefix hit on block {block}, in which "
@@ -154,8 +154,13 @@ class Valid(Check):
                     return
 
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
-        if self.books.retired is not None and self.books.configuration.prefix_caching:
-            self._completed_are_findable()
+        retired, size = self.books.retired, self.block_size
+        if retired is None or not self.books.configuration.prefix_caching:
+            return
+        for item, request in retired.items:
+            first, last = item.start // size, item.end // size
+            if first < last and request.epoch == item.epoch:
+                self._completed_is_findable(request, first, last)
 
     def settle(self) -> None:
         for group in self.groups:
@@ -181,28 +186,24 @@ class Valid(Check):
         )
         return False
 
-    def _completed_are_findable(self) -> None:
-        assert self.books.retired is not None
+    def _completed_is_findable(self, request: RequestModel, first: int, last: int) -> None:
+        """Rows ``first`` to ``last`` were completed by the step that was just retired."""
         size = self.block_size
-        for item, request in self.books.retired.items:
-            first, last = item.start // size, item.end // size
-            if first == last or request.epoch != item.epoch:
+        tags = request.tags[(first + 1) * size - 1 : last * size : size]
+        for group in self.groups:
+            known = group.key_of_tag
+            if all([tag in known for tag in tags]):
                 continue
-            for group in self.groups:
-                known = group.key_of_tag
-                tags = request.tags[(first + 1) * size - 1 : last * size : size]
-                if all([tag in known for tag in tags]):
-                    continue
-                row = next(first + i for i, tag in enumerate(tags) if tag not in known)
-                block = request.tables[group.group][row]
-                self.fail(
-                    f"row {row} of request {request.id} is complete in block {block}, "
-                    "but no block is findable with that content",
-                    group=group.group,
-                    block=block,
-                    request=request.id,
-                )
-                return
+            row = next(first + i for i, tag in enumerate(tags) if tag not in known)
+            block = request.tables[group.group][row]
+            self.fail(
+                f"row {row} of request {request.id} is complete in block {block}, "
+                "but no block is findable with that content",
+                group=group.group,
+                block=block,
+                request=request.id,
+            )
+            return
 
     def audit(self) -> None:
         for group in self.groups:

@@ -1,0 +1,440 @@
+"""Each check, alone: silent where nothing is wrong, and fires on each way in which it can be.
+
+A run of the engine is told to the check truthfully up to one operation, about which the report
+lies in one way: its outcome, its events, or what the view shows from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvproof.engine.keys import block_key, root_key
+from kvproof.engine.metrics import REQUEST_METRICS, SCHEDULER_METRICS
+from kvproof.fuzz.faults import fault_by_id
+from kvproof.fuzz.swarm import draw_run
+from kvproof.invariants.checker import Checker
+from kvproof.invariants.checks import CHECKS
+from kvproof.invariants.events import (
+    BlockCopied,
+    BlocksAllocated,
+    BlocksEvicted,
+    BlocksPublished,
+    BlocksReleased,
+    BlocksReused,
+    Event,
+    ReleaseFenced,
+    RequestAdmitted,
+    RequestFinished,
+    StepItem,
+    StepLaunched,
+    StepRetired,
+)
+from kvproof.invariants.operations import (
+    KINDS,
+    Abort,
+    Admit,
+    Evict,
+    Finish,
+    Fork,
+    Grow,
+    Launch,
+    Operation,
+    Preempt,
+    Reset,
+    Resume,
+    Retire,
+    Segment,
+)
+from kvproof.invariants.outcomes import SKIPPED, Outcome
+from kvproof.invariants.prompts import prompt_tokens
+from kvproof.invariants.property import Check
+from kvproof.invariants.subject import Configuration
+from kvproof.invariants.verdict import Violation
+from kvproof.stateful_tests.subjects.engine import EngineSubject
+
+BY_ID = {check.id(): check for check in CHECKS}
+Events = list[Event]
+
+
+class Lie(Struct, frozen=True):
+    """What is untrue about the operation number ``at``."""
+
+    outcome: Callable[[Outcome], Outcome] = lambda outcome: outcome
+    events: Callable[[Events], Sequence[Event]] = lambda events: events
+    view: dict[str, Callable[[Any], Any]] = {}
+    """From then on: method of the view, and what becomes of its answer."""
+    at: int = -1
+
+
+class Lens:
+    """A view through which some answers look different."""
+
+    def __init__(self, view: Any) -> None:
+        self._view = view
+        self.changes: dict[str, Callable[[Any], Any]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._view, name)
+        return lambda *arguments: self.changes.get(name, lambda answer: answer)(method(*arguments))
+
+
+class Witness:
+    """The engine, as it is told to a checker."""
+
+    def __init__(self, configuration: Configuration, **semantics: Any) -> None:
+        self.subject = EngineSubject(configuration)
+        self.configuration = configuration
+        self.semantics = replace(self.subject.semantics, **semantics)
+        self.lens = Lens(self.subject.view())
+
+    def view(self) -> Lens:
+        return self.lens
+
+
+def found(
+    run: Sequence[Operation],
+    lie: Lie | None = None,
+    *,
+    checks: Sequence[type[Check]] = CHECKS,
+    interval: int = 1,
+    semantics: dict[str, Any] | None = None,
+    blocks: int = 8,
+) -> list[Violation]:
+    """What the checks say of the run; they settle and audit after each operation."""
+    witness = Witness(Configuration(blocks=blocks, requests=4), **(semantics or {}))
+    checker = Checker(witness, checks=checks, interval=interval)  # type: ignore[arg-type]
+    lying_at = (lie.at if lie else 0) % len(run)
+    for number, operation in enumerate(run):
+        outcome = witness.subject.apply(operation)
+        events: Sequence[Event] = list(witness.subject.drain_events())
+        if lie is not None and number == lying_at:
+            outcome, events = lie.outcome(outcome), lie.events(list(events))
+            witness.lens.changes = lie.view
+        checker.observe(operation, outcome, events)
+        if checker.violations:
+            break
+    return list(checker.violations)
+
+
+# -- lies ------------------------------------------------------------------------------------------
+
+
+def says(**changes: Any) -> Lie:
+    """The outcome says something else."""
+    return Lie(outcome=lambda outcome: replace(outcome, **changes))
+
+
+def answers(outcome: Outcome) -> Lie:
+    """Another outcome, and nothing happened."""
+    return Lie(outcome=lambda _: outcome, events=lambda _: [])
+
+
+def change(kind: type[Event], *, at: int = -1, nth: int = 0, **fields: Any) -> Lie:
+    """An event of that kind says something else; a callable field is put to the true value."""
+
+    def changed(events: Events) -> Events:
+        index = [i for i, event in enumerate(events) if isinstance(event, kind)][nth]
+        true = events[index]
+        new = {n: v(getattr(true, n)) if callable(v) else v for n, v in fields.items()}
+        return [*events[:index], replace(true, **new), *events[index + 1 :]]
+
+    return Lie(events=changed, at=at)
+
+
+def item(**fields: Any) -> Lie:
+    """The first item of a launched step says something else."""
+    return change(StepLaunched, items=lambda items: [replace(items[0], **fields), *items[1:]])
+
+
+def drop(kind: type[Event], *, at: int = -1) -> Lie:
+    return Lie(events=lambda events: [e for e in events if not isinstance(e, kind)], at=at)
+
+
+def add(*events: Event) -> Lie:
+    return Lie(events=lambda true: [*true, *events])
+
+
+def instead(*events: Event) -> Lie:
+    return Lie(events=lambda _: list(events))
+
+
+def shows(**changes: Callable[[Any], Any]) -> Lie:
+    return Lie(view=changes)
+
+
+def put(index: int, value: int) -> Callable[[Sequence[int]], list[int]]:
+    return lambda true: [*true[:index], value, *true[index + 1 :]]
+
+
+def stands(index: int, value: Any) -> Lie:
+    """Part ``index`` of a request's standing looks different."""
+    return shows(standing=lambda true: (*true[:index], value, *true[index + 1 :]))
+
+
+def add_to(more: int) -> Callable[[int], int]:
+    return lambda true: true + more
+
+
+def counted(name: str) -> Callable[[dict[str, int]], dict[str, int]]:
+    return lambda true: {**true, name: true[name] + 1}
+
+
+def swapped(index: dict[bytes, Any]) -> dict[bytes, Any]:
+    return dict(zip(index, reversed(index.values()), strict=True))
+
+
+def given(*blocks: int) -> Lie:
+    return change(BlocksAllocated, blocks=list(blocks))
+
+
+def published(row: int, *blocks: int) -> BlocksPublished:
+    return BlocksPublished(0, 0, row, list(blocks), [bytes([block]) for block in blocks])
+
+
+def evicted(block: int, cause: Any = "request") -> BlocksEvicted:
+    return BlocksEvicted(0, [block], [KEY], cause)
+
+
+def more(item: StepItem) -> Lie:
+    """A launched step carries one item more."""
+    return change(StepLaunched, items=lambda items: [*items, item])
+
+
+def prompt(length: int, source: int = 0) -> Admit:
+    return Admit((Segment(source, length),))
+
+
+STEP = (Launch(), Retire())
+CACHED = (prompt(8), *STEP, Finish(0))
+FORKED = (prompt(6), *STEP, Fork(0))
+IN_FLIGHT = (prompt(1), Launch(), Finish(0), Retire())
+USED = (prompt(6), prompt(1, 1), *STEP, Finish(1))
+AWAY = (prompt(1), Preempt(0), prompt(1))
+TWO = (prompt(4), prompt(4, 1), *STEP)
+KEY = b"a key"
+KEY_OF_FIRST = block_key(root_key(0, 0, 0), prompt_tokens(prompt(4).prompt), b"")
+REFUSED = Outcome("refused", "no_free_blocks")
+DONE = Outcome("done")
+
+Row = tuple[str, Sequence[Operation], Lie, str, int | None, int | None]
+ROWS: list[Row] = []
+
+
+def row(
+    check: str,
+    run: Sequence[Operation],
+    lie: Lie,
+    message: str,
+    block: int | None = None,
+    request: int | None = None,
+) -> None:
+    """The check sees the lie about the run's last operation, and names block and request."""
+    ROWS.append((check, run, lie, message, block, request))
+
+
+# LIFE: who is alive, and in which state
+row("LIFE", [prompt(1), prompt(1), Finish(0)], says(request=1), "names request 0", None, 1)
+row("LIFE", [prompt(1), Grow(0)], answers(SKIPPED), "grow was skipped for request None")
+row("LIFE", [prompt(1), Abort(0)], answers(SKIPPED), "of 1 candidates it names request 0")
+row("LIFE", [Grow(0)], says(status="done", request=0), "of 0 candidates", None, 0)
+row("LIFE", [prompt(1), *STEP], answers(SKIPPED), "retire was skipped with 1 in flight")
+row("LIFE", [prompt(1), prompt(1)], says(request=0), "a new request is called 0", None, 0)
+row("LIFE", FORKED, says(children=(0,)), "a new request is called 0", None, 0)
+row("LIFE", [prompt(1)], add(BlocksAllocated(0, 9, 0, [5])), "a request that is not live")
+row("LIFE", [prompt(1)], stands(0, "preempted"), "request 0 is preempted, not running", None, 0)
+row("LIFE", [prompt(1)], stands(1, 2), "has 2 tokens, but it was given 1", None, 0)
+row("LIFE", [prompt(1)], shows(requests=lambda _: []), "live requests are [], but should be [0]")
+row("LIFE", [prompt(1), Launch()], shows(steps_in_flight=lambda _: []), "in flight, not [0]")
+row("LIFE", [prompt(1)], shows(table=lambda _: [5]), "is [5], but it was given [1]", None, 0)
+
+# CONS: free and held blocks make the pool
+row("CONS", [prompt(1)], shows(free_count=add_to(1)), "8 blocks are reported free and 1 are held")
+row("CONS", [prompt(1)], shows(free_blocks=put(0, 8)), "block 8 is free twice", 8)
+row("CONS", [prompt(1)], shows(free_blocks=put(0, 0)), "reserved block 0 is free", 0)
+row("CONS", [prompt(1)], shows(free_blocks=put(0, 1)), "block 1 is free, and held 1 times", 1)
+row("CONS", [prompt(1)], shows(free_blocks=put(0, 1)), "block 2 is neither free nor held", 2)
+row("CONS", [prompt(1)], shows(free_blocks=lambda f: f[1:]), "but the counter says 7")
+
+# REF: counts are numbers of holders
+row("REF", [prompt(1)], shows(ref_counts=put(1, 2)), "count of 2, but 1 holder has it", 1)
+row("REF", [prompt(1)], shows(ref_counts=put(7, 1)), "count of 1, but 0 holders have it", 7)
+row("REF", FORKED, shows(ref_counts=put(2, 1)), "count of 1, but 2 holders have it", 2)
+row("REF", [prompt(1), Finish(0)], add(BlocksReleased(0, 0, [1])), "but nothing held it", 1, 0)
+row("REF", [prompt(4), prompt(4), Finish(0)], change(BlocksReleased, blocks=[2]), "held [1]", 1, 0)
+row("REF", [prompt(8), Finish(0)], change(BlocksReleased, blocks=[2]), "held [1, 2]", 1, 0)
+row("REF", IN_FLIGHT, change(BlocksReleased, blocks=[]), "but its table held [1]", 1, 0)
+
+# EXCL: one owner of what is written
+row("EXCL", [prompt(1), prompt(1)], given(1), "while request 0 held it", 1, 1)
+row("EXCL", [prompt(8)], given(1, 1), "block 1 was handed out twice in one allocation", 1, 0)
+row("EXCL", [prompt(1)], given(0), "reserved block 0 was given to request 0", 0, 0)
+row("EXCL", [*IN_FLIGHT[:-1], prompt(1)], given(1), "step 0, in flight, for request 0 held", 1, 1)
+row("EXCL", [*FORKED, Grow(1)], change(BlockCopied, target=1), "and request 1 held it", 1, 1)
+row("EXCL", [*FORKED, Grow(1)], change(BlockCopied, source=1), "does not name there", 1, 1)
+row("EXCL", [*FORKED, Grow(1)], drop(BlockCopied), "has yet to write block 2, which", 2, 1)
+row("EXCL", [prompt(1), Launch()], item(tables=([5],)), "a table that names block 5", 5, 0)
+row("EXCL", [prompt(5), *STEP, Grow(0), Launch()], item(start=0), "which is findable", 1, 0)
+row("EXCL", [*FORKED, Grow(0), Launch()], item(start=0), "request 0 and request 1 hold it", 1, 0)
+
+# PIN: what is in use is neither freed nor evicted
+row("PIN", IN_FLIGHT[:-1], instead(BlocksReleased(0, 0, [1])), "step 0, which uses them, was", 1, 0)
+row("PIN", IN_FLIGHT[:-1], add(BlocksReleased(0, 0, [1], 0)), "while the step was in flight", 1, 0)
+row("PIN", IN_FLIGHT, drop(BlocksReleased), "its fence still holds blocks [1]", 1, 0)
+row(
+    "PIN",
+    [prompt(8), Launch(4), Launch(), Finish(0)],
+    change(ReleaseFenced, step=0),
+    "left to step 0, but its last step in flight is 1",
+    None,
+    0,
+)
+row("PIN", [prompt(4), *STEP, Evict(1)], add(evicted(1)), "(request) while it was held", 1)
+
+# ORDER: who is evicted, and when
+row("ORDER", [*CACHED, Evict(1)], instead(evicted(1)), "but block 2 was released before it", 1)
+row(
+    "ORDER",
+    [*CACHED, prompt(1, 1)],
+    instead(evicted(2, "pressure"), BlocksAllocated(0, 1, 0, [2])),
+    "1 blocks were evicted for the 1 that request 1 needs, though 6 free blocks were empty",
+    2,
+    1,
+)
+row("ORDER", [prompt(8), Finish(0)], change(BlocksReleased, blocks=[1, 2]), "[1, 2], not", 1, 0)
+row("ORDER", CACHED, shows(free_blocks=lambda f: [*f[:-2], 1, 2]), "victims are blocks [1, 2]", 1)
+
+# CAP: exact answers
+row("CAP", [prompt(1)], answers(REFUSED), "admit was refused (no_free_blocks), but it should")
+row(
+    "CAP",
+    [prompt(32), prompt(1)],
+    says(status="done", reason=None, request=1),
+    "0 blocks were free",
+)
+row("CAP", [prompt(33)], says(reason="no_free_blocks"), "have been refused (larger_than_pool)")
+row("CAP", [prompt(1)] * 5, says(reason="no_free_blocks"), "been refused (too_many_requests)")
+row("CAP", [prompt(9)], says(cached_tokens=4), "4 cached tokens were claimed, but it", None, 0)
+row("CAP", [*CACHED, prompt(8)], says(cached_tokens=8), "claimed, but it should be 4", None, 1)
+row("CAP", [*CACHED, prompt(9)], says(cached_tokens=4), "claimed, but it should be 8", None, 1)
+row(
+    "CAP",
+    [*AWAY[:2], Resume(0)],
+    says(cached_tokens=4),
+    "resume: 4 cached tokens were claimed",
+    None,
+    0,
+)
+row("CAP", [prompt(4), Grow(0)], answers(replace(REFUSED, request=0)), "7 blocks were", None, 0)
+row("CAP", [prompt(1), Fork(0)], says(status="done", reason=None), "(not_computed)", None, 0)
+row("CAP", [*FORKED, Fork(0, 3)], says(reason="not_computed"), "(too_many_requests)", None, 0)
+row("CAP", [prompt(1), Launch()], says(count=2), "launch: 2 tokens were scheduled, but it should")
+row("CAP", [prompt(9), Launch(5)], says(count=9), "launch: 9 tokens were scheduled, but it should")
+row("CAP", [Launch()], says(reason="run_ahead_limit"), "should have been refused (nothing_to_run)")
+row("CAP", [*CACHED, Evict(1)], says(count=2), "evict: 2 blocks were evicted, but it should be 1")
+row("CAP", [*CACHED, Reset()], says(count=1), "reset: 1 blocks were evicted, but it should be 2")
+row("CAP", [prompt(1), Reset()], answers(DONE), "should have been refused (blocks_in_use)")
+row("CAP", [prompt(1), *STEP], says(count=2), "retire: 2 requests came back, but it should be 1")
+row("CAP", [prompt(4)], stands(3, (2,)), "4 tokens, which need 1 blocks of 4, but holds 2", None, 0)
+
+# ATOM: refused means unchanged
+row("ATOM", [prompt(33)], add(RequestAdmitted(0, 33, 0)), "but it changed state: 1 event(s)")
+row("ATOM", [Retire()], add(StepRetired(0)), "retire was skipped (nothing to do), but it changed")
+row("ATOM", [prompt(32), Grow(0)], stands(1, 33), "was refused, but it stands as", None, 0)
+row("ATOM", [*CACHED, prompt(24, 1), prompt(13)], shows(ref_counts=put(1, 1)), "from 0 to 1", 1)
+
+# QUIES: at rest everything is back
+row("QUIES", [prompt(1), Finish(0)], drop(BlocksReleased), "but blocks [1] are still held", 1)
+row("QUIES", [prompt(1), Abort(0)], shows(free_count=add_to(-1)), "but not all blocks are free")
+row("QUIES", IN_FLIGHT, drop(BlocksReleased), "but blocks [1] are still held", 1)
+
+# PROV: whose bytes are read
+row("PROV", [*FORKED, Grow(1)], change(BlockCopied, tokens=0), "which holds never written", 3, 1)
+row(
+    "PROV", [*FORKED, Grow(1)], change(BlockCopied, tokens=1), "from block 3, offset 1 (row 1", 3, 1
+)
+row("PROV", [*USED, Fork(0), Grow(0)], change(BlockCopied, tokens=0), "which holds freed", 3, 0)
+row("PROV", [prompt(5), *STEP, Grow(0), Launch()], item(tables=([6, 2],)), "reads row 0", 6, 0)
+row("PROV", [prompt(5), *STEP, Grow(0), Launch()], item(tables=([],)), "no block", None, 0)
+
+# VALID: what is findable is there, and what is not there is not findable
+row("VALID", [*CACHED, prompt(1)], given(1), "while its old content was still findable", 1, 1)
+row("VALID", [*CACHED, prompt(9)], change(BlocksReused, blocks=[1, 7]), "in which nothing is", 7, 1)
+row("VALID", [prompt(8), Launch(4)], add(published(0, 1)), "computed only 0 tokens, not 4", 1, 0)
+row(
+    "VALID",
+    [prompt(6), *STEP],
+    instead(StepRetired(0), published(0, 1, 2)),
+    "6 tokens, not 8",
+    2,
+    0,
+)
+row(
+    "VALID",
+    [prompt(4), *STEP],
+    instead(StepRetired(0), published(0, 2)),
+    "holds blocks [1] there",
+    2,
+    0,
+)
+row("VALID", [prompt(4), *STEP], drop(BlocksPublished), "no block is findable with that", 1, 0)
+row("VALID", [prompt(4), *STEP], shows(index=lambda _: {}), "finds nothing under key", 1)
+row("VALID", CACHED, shows(index=lambda true: {**true, KEY: (5,)}), "its block lost that", 5)
+row("VALID", [*CACHED, Evict(9)], shows(index=lambda _: {KEY: (2,)}), "finds block 2 under key", 2)
+row("VALID", CACHED, shows(index=swapped), "under key", None)
+
+# KEY: one key, one prefix
+row("KEY", TWO, change(BlocksPublished, nth=1, keys=[KEY_OF_FIRST]), "for another prefix", 2, 1)
+row(
+    "KEY",
+    [*CACHED, Evict(9), prompt(4), *STEP],
+    change(BlocksPublished, keys=[KEY]),
+    "the same prefix had",
+    1,
+    1,
+)
+row("KEY", [*TWO, prompt(5)], change(BlocksReused, blocks=[2]), "which holds another prefix", 2, 2)
+
+# RESUME: as if it had never been away
+row("RESUME", [*AWAY, Launch()], more(StepItem(0, 1, 0, 1, ([1],))), "which is preempted", None, 0)
+row("RESUME", [prompt(1), Launch()], more(StepItem(0, 0, 0, 1, ([1],))), "carries twice", None, 0)
+row("RESUME", [prompt(1), Launch()], item(epoch=1), "its epoch 1, but it was preempted 0", None, 0)
+row("RESUME", [prompt(4), Launch()], item(start=1), "has 4 tokens, 0 of them computed or", None, 0)
+row("RESUME", [prompt(4), Launch()], item(end=5), "which has 4 tokens", None, 0)
+row("RESUME", [prompt(4), *STEP], stands(2, 0), "counts 0 tokens as computed, but 4 are", None, 0)
+row("RESUME", AWAY[:2], stands(3, (1,)), "is preempted, but its table holds", None, 0)
+row("RESUME", [prompt(1), Launch(), Preempt(0), Retire()], stands(2, 1), "counts 1 tokens", None, 0)
+
+for name in SCHEDULER_METRICS:
+    row("MET", TWO, shows(metrics=counted(name)), f"{name} is exported as")
+for name in REQUEST_METRICS:
+    row("MET", TWO, shows(request_metrics=counted(name)), f"{name} of request 0 is exp", None, 0)
+
+
+@pytest.mark.parametrize(
+    ("check", "run", "lie", "message", "block", "request_id"),
+    ROWS,
+    ids=[f"{row[0]}-{row[3]}" for row in ROWS],
+)
+def test_a_check_alone_sees_the_lie_and_not_the_truth(
+    check: str,
+    run: Sequence[Operation],
+    lie: Lie,
+    message: str,
+    block: int | None,
+    request_id: int | None,
+) -> None:
+    assert found(run) == []
+    violations = found(run, lie, checks=[BY_ID[check]])
+    assert {violation.property for violation in violations} == {check}
+    seen = {(v.block, v.request, v.op) for v in violations if message in v.message}
+    assert seen == {(block, request_id, len(run) - 1)}
+    assert check in {violation.property for violation in found(run, lie)}
+
+
+def test_every_check_has_lies_to_see() -> None:
+    assert {row[0] for row in ROWS} == set(BY_ID)
