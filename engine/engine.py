@@ -141,17 +141,18 @@ class Engine:
         needed = blocks_needed(len(request.tokens), request.block_size)
         if len(self.running) >= self.configuration.requests:
             return TOO_MANY_REQUESTS
-        if any(needed > pool.usable for pool in self.pools):
+        if needed > self.configuration.blocks:
             return LARGER_THAN_POOL
         matches = self._lookup(request)
         reused = len(matches[0])
-        for pool, match in zip(self.pools, matches, strict=True):
+        for pool in self.pools:
             # A hit on a cached-free block takes from the free ones too (bug B145).
-            if needed - reused + pool.count_unreferenced(match) > pool.free_count:
+            revived = pool.count_unreferenced(matches[pool.group])
+            if needed - reused + revived > pool.free_count:
                 return NO_FREE_BLOCKS
         # Hits are referenced in every group before any block is taken: taking may evict.
-        for pool, match in zip(self.pools, matches, strict=True):
-            self._reuse(pool, request, match)
+        for pool in self.pools:
+            self._reuse(pool, request, matches[pool.group])
         for pool in self.pools:
             self._allocate(pool, request, needed - reused)
         request.running = True
@@ -202,7 +203,8 @@ class Engine:
             take = blocks_to_take(length, new_length, size, len(table), copy)
             if take > pool.free_count:
                 return Outcome("refused", NO_FREE_BLOCKS, request.id)
-            plans.append((pool, copy, take))
+            if take:
+                plans.append((pool, copy, take))
         for pool, copy, take in plans:
             if copy:
                 self._copy_on_write(pool, request, length % size)
@@ -232,7 +234,7 @@ class Engine:
             return Outcome("refused", NOT_COMPUTED, request.id)
         if len(self.running) + samples > self.configuration.requests:
             return Outcome("refused", TOO_MANY_REQUESTS, request.id)
-        children = tuple(self._fork_child(request) for _ in range(samples))
+        children = tuple([self._fork_child(request) for _ in range(samples)])
         return Outcome("done", None, request.id, children=children)
 
     def _fork_child(self, parent: Request) -> int:

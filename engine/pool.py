@@ -49,7 +49,8 @@ class BlockPool:
         self.group = group
         self.ref_counts = [0] * (blocks + 1)
         self.keys: list[bytes | None] = [None] * (blocks + 1)
-        self.index: dict[bytes, int] = {}
+        self.index: dict[bytes, tuple[int, ...]] = {}
+        """The block that is findable under a key, as the view shows it: duplicates stay private."""
         self.free_count = blocks
         self.evictions = 0
         self._empty = list(range(blocks, NULL_BLOCK, -1))
@@ -61,29 +62,31 @@ class BlockPool:
         if count > self.free_count:
             raise PoolExhaustedError(f"{count} blocks wanted, {self.free_count} free")
         empty = self._empty
-        taken = [empty.pop() for _ in range(min(count, len(empty)))]
+        taken = empty[: -count - 1 : -1]  # last in, first out
+        del empty[len(empty) - len(taken) :]
         if len(taken) < count:
             taken += self._evict(count - len(taken), "pressure")
+        ref_counts = self.ref_counts
         for block in taken:
-            self.ref_counts[block] = 1
+            ref_counts[block] = 1
         self.free_count -= count
         return taken
 
     def match(self, keys: Sequence[bytes], count: int) -> list[int]:
         """The findable blocks of the longest prefix of ``keys[1:count+1]``; takes no reference."""
         index = self.index
-        found = []
+        found: list[int] = []
         for i in range(1, count + 1):
-            block = index.get(keys[i])
-            if block is None:
+            blocks = index.get(keys[i])
+            if blocks is None:
                 break
-            found.append(block)
+            found += blocks
         return found
 
     def count_unreferenced(self, blocks: Sequence[int]) -> int:
         """How many of ``blocks`` would leave the free ones when referenced (survey row R16)."""
         ref_counts = self.ref_counts
-        return sum(1 for block in blocks if ref_counts[block] == 0)
+        return len([block for block in blocks if ref_counts[block] == 0])
 
     def share(self, blocks: Sequence[int]) -> None:
         """One more reference to each; a cached-free block is no longer free."""
@@ -96,21 +99,21 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """One reference less to each, in this order; unreferenced blocks become free."""
-        ref_counts, keys = self.ref_counts, self.keys
+        ref_counts, keys, cache = self.ref_counts, self.keys, self._cached.insert
         for block in blocks:
-            ref_counts[block] -= 1
-            if ref_counts[block] == 0:
+            count = ref_counts[block] = ref_counts[block] - 1
+            if count == 0:
                 self.free_count += 1
                 if keys[block] is None:
                     self._empty.append(block)
                 else:
-                    self._cached.insert(block)
+                    cache(block)
 
     def publish(self, block: int, key: bytes) -> bool:
         """Make a full block findable, unless its content already is in another block."""
         if key in self.index:
             return False
-        self.index[key] = block
+        self.index[key] = (block,)
         self.keys[block] = key
         return True
 
@@ -129,11 +132,12 @@ class BlockPool:
         if not count:
             return []
         victims, keys = [], []
+        next_victim, remove, forget = self._cached.victim, self._cached.remove, self._forget
         for _ in range(count):
-            block = self._cached.victim()
-            self._cached.remove(block)
+            block = next_victim()
+            remove(block)
             victims.append(block)
-            keys.append(self._forget(block))
+            keys.append(forget(block))
         self.evictions += count
         self._events.append(BlocksEvicted(self.group, victims, keys, cause))
         return victims

@@ -72,9 +72,9 @@ class Request:
         """Keys of the first ``count`` full blocks, after the root at index 0."""
         keys = self.keys[group]
         size, tokens, media = self.block_size, self.tokens, self.media
-        while len(keys) <= count:
-            end = len(keys) * size
-            start = end - size
-            extra = media_part(media, start, end) if media else b""
-            keys.append(block_key(keys[-1], tokens[start:end], extra))
+        key = keys[-1]
+        for end in range(len(keys) * size, count * size + 1, size):
+            extra = media_part(media, end - size, end) if media else b""
+            key = block_key(key, tokens[end - size : end], extra)
+            keys.append(key)
         return keys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvproof.engine.arithmetic import slot
 from kvproof.invariants.events import StepItem
 
 
@@ -19,6 +20,21 @@ class Step:
         self.number = number
         self.items = items
         self.fenced: list[tuple[int, list[list[int]]]] = []
+
+    def written_slots(self, group: int, block_size: int) -> list[int]:
+        """The slots that the step writes, item after item."""
+        return [
+            slot(item.tables[group], position, block_size)
+            for item in self.items
+            for position in range(item.start, item.end)
+        ]
+
+    def read_slots(self, group: int, block_size: int) -> list[list[int]]:
+        """For each item the slots that its attention reads: all positions up to its end."""
+        return [
+            [slot(item.tables[group], position, block_size) for position in range(item.end)]
+            for item in self.items
+        ]
 
     @property
     def tokens(self) -> int:

@@ -150,7 +150,7 @@ class GroupBooks:
         "owed",
         "referenced",
         "refs",
-        "tag_of_key",
+        "tag_of",
         "touched",
         "touched_keys",
         "usable",
@@ -167,9 +167,10 @@ class GroupBooks:
         self.key_of: dict[int, bytes] = {}
         self.blocks_of: dict[bytes, tuple[int, ...]] = {}
         """The prefix index: key to findable blocks."""
-        self.tag_of_key: dict[bytes, int] = {}
+        self.tag_of = [0] * ids
+        """Of findable blocks: the tag of the last position …"""
         self.key_of_tag: dict[int, bytes] = {}
-        """For findable keys: the tag of the last position of the block, and back."""
+        """… and the key under which that content is findable."""
         self.cached_free: OrderedDict[int, None] = OrderedDict()
         """Findable blocks without a reference, by the time of their release."""
         self.emptied: list[int] = []
@@ -220,12 +221,12 @@ class GroupBooks:
     def publish(self, blocks: Sequence[int], keys: Sequence[bytes], tags: Sequence[int]) -> None:
         """Blocks are findable under these keys, whose last positions have these tags."""
         key_of, blocks_of, held = self.key_of, self.blocks_of, self.held
-        tag_of_key, key_of_tag = self.tag_of_key, self.key_of_tag
+        tag_of, key_of_tag = self.tag_of, self.key_of_tag
         for block, key, tag in zip(blocks, keys, tags, strict=False):
             key_of[block] = key
             others = blocks_of.get(key)
             blocks_of[key] = (*others, block) if others else (block,)
-            tag_of_key[key] = tag
+            tag_of[block] = tag
             key_of_tag[tag] = key
             if block not in held:  # a subject may publish what nobody holds
                 self.cached_free[block] = None
@@ -234,16 +235,18 @@ class GroupBooks:
 
     def unpublish(self, blocks: Sequence[int]) -> None:
         """Nothing is findable in these blocks any more."""
+        key_of, cached_free, blocks_of = self.key_of, self.cached_free, self.blocks_of
+        tag_of, key_of_tag = self.tag_of, self.key_of_tag
         for block in blocks:
-            key = self.key_of.pop(block, None)
+            key = key_of.pop(block, None)
             if key is None:
                 continue  # PIN, VALID
-            self.cached_free.pop(block, None)
-            others = self.blocks_of.pop(key)
+            cached_free.pop(block, None)
+            others = blocks_of.pop(key)
             if len(others) > 1:
-                self.blocks_of[key] = tuple(b for b in others if b != block)
+                blocks_of[key] = tuple([other for other in others if other != block])
             else:
-                self.key_of_tag.pop(self.tag_of_key.pop(key), None)
+                key_of_tag.pop(tag_of[block], None)
         if self.owed:
             for block in blocks:
                 self.owed.pop(block, None)
@@ -323,8 +326,8 @@ class Books:
         """What was touched has been compared with the view."""
         self.touched_requests.clear()
         for group in self.groups:
-            group.touched.clear()
-            group.touched_keys.clear()
+            group.touched = []
+            group.touched_keys = []
 
     def tags_of(self, operation: Admit) -> Tags[int]:
         """Tags of the prompt that asks to be admitted; not to be changed."""

@@ -36,7 +36,7 @@ SETTLED_RARELY = 128
 AUDITED_SHARE = 20
 """An audit after one in so many operations (5 %) …"""
 AUDIT_BLOCKS = 2
-"""… but for pools of more than 40 blocks, one for so many operations per ``AUDIT_BLOCKS`` blocks."""
+"""… but for pools of more than 40 blocks, one for so many operations per ``AUDIT_BLOCKS``."""
 
 
 Plan = tuple[
@@ -99,18 +99,17 @@ class Checker:
         self.checks = [check(self.books, shadows, view, self.violations.append) for check in checks]
         self.goals = Goals(self.books)
         self._interval = audit_interval(configuration.blocks) if interval is None else interval
-        self._settle_every = (
-            1 if self._interval == 1 else settlement_interval(configuration.blocks)
-        )
+        self._settle_every = 1 if self._interval == 1 else settlement_interval(configuration.blocks)
         self._next_audit = self._interval or NEVER
         self._next_look = min(self._settle_every, self._next_audit)
         self._settling = [
             check.settle for check in self.checks if type(check).settle is not Check.settle
         ]
+        self._auditing = [
+            check.audit for check in self.checks if type(check).audit is not Check.audit
+        ]
         self._judging_standing = [
-            check
-            for check in self.checks
-            if type(check).judge_standing is not Check.judge_standing
+            check for check in self.checks if type(check).judge_standing is not Check.judge_standing
         ]
         self._plans = {
             kind: {status: self._plan(kind, status) for status in STATUSES}
@@ -124,7 +123,9 @@ class Checker:
         """All that is to be done about such an operation, looked up once."""
         expecting = [check.expecting(kind) for check in self.checks if check.expects(kind, status)]
         follow = self.books.operation_handlers.get(kind) if status == "done" else None
-        concluding = [check.conclude for check in self.checks if check.concludes(kind, status)]
+        concluding: list[OperationHandler] = [
+            check.conclude for check in self.checks if check.concludes(kind, status)
+        ]
         goal = self.goals.concluding(kind)
         if goal is not None and status != "skipped":
             concluding.append(goal)
@@ -188,13 +189,10 @@ class Checker:
 
     def _look(self) -> None:
         """It is time to settle, and perhaps to audit."""
-        if self.operations < self._next_audit:
-            self._settle()
-            return
-        self._next_audit = self.operations + self._interval
-        if self.violations:
+        if self.operations < self._next_audit or self.violations:
             self._settle()
         else:
+            self._next_audit = self.operations + self._interval
             self._audit()
 
     def _settle(self) -> None:
@@ -209,9 +207,9 @@ class Checker:
     def _compare_standings(self) -> None:
         """One comparison of all that a view says of a touched request; the checks sort it out."""
         live, size, standing = self.books.requests, self._block_size, self._view.standing
-        for request in self.books.touched_requests.values():
-            if request.id in live:
-                actual, expected = standing(request.id), request.standing(size)
+        for number, request in self.books.touched_requests.items():
+            if number in live:
+                actual, expected = standing(number), request.standing(size)
                 if actual != expected:
                     for check in self._judging_standing:
                         check.judge_standing(request, actual, expected)
@@ -240,14 +238,14 @@ class Checker:
 
     def _audit(self) -> None:
         self.audits += 1
-        before = len(self.violations)
         self.books.touched_requests.update(self.books.requests)  # compare them all
         self._settle()
-        for check in self.checks:
-            check.audit()
-        self.violations[before:] = [
-            replace(violation, by_audit=True) for violation in self.violations[before:]
-        ]
+        if self.violations:
+            return  # what was touched tells more than what an audit sees besides
+        for audit in self._auditing:
+            audit()
+        if self.violations:
+            self.violations[:] = [replace(found, by_audit=True) for found in self.violations]
 
     def _stamped(self) -> Sequence[Violation]:
         """The violations, each with the operation at which it was seen."""

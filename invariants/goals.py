@@ -75,10 +75,17 @@ GOALS: tuple[Goal, ...] = (
     ),
     _goal("shared-block-outlives-parent", "a forked request ends before its child", "fork"),
     _goal("chunked-prefill", "a prompt is computed in more than one step", "launch", "chunks"),
-    _goal("two-steps-in-flight", "a step is launched while another is in flight", "launch", "runs-ahead"),
+    _goal(
+        "two-steps-in-flight",
+        "a step is launched while another is in flight",
+        "launch",
+        "runs-ahead",
+    ),
     _goal("finished-in-flight", "a request finishes while a step carries it", "finish", "fences"),
     _goal("aborted-in-flight", "a request is aborted while a step carries it", "abort", "fences"),
-    _goal("preempted-in-flight", "a request is preempted while a step carries it", "preempt", "fences"),
+    _goal(
+        "preempted-in-flight", "a request is preempted while a step carries it", "preempt", "fences"
+    ),
     _goal("aborted-preempted", "a preempted request is aborted", "abort", "preempt"),
     _goal(
         "resumed-with-own-blocks",
@@ -100,7 +107,11 @@ GOALS: tuple[Goal, ...] = (
     _goal("salt-separates", "the same tokens are admitted under two salts", "admit"),
     _goal("adapter-separates", "the same tokens are admitted under two adapters", "admit"),
     _goal(
-        "media-separates", "the same tokens are admitted with two media items", "admit", "media", rare=True
+        "media-separates",
+        "the same tokens are admitted with two media items",
+        "admit",
+        "media",
+        rare=True,
     ),
 )
 """All goals, by the level at which they exist."""
@@ -167,7 +178,7 @@ class Goals:
 
     def concluding(self, kind: type[Operation]) -> OperationHandler | None:
         """What looks at operations of this kind, done or refused."""
-        return {
+        handlers: dict[type[Operation], OperationHandler] = {
             Admit: self._admit,
             Grow: self._grow,
             Fork: self._fork,
@@ -176,7 +187,8 @@ class Goals:
             Preempt: self._preempt,
             Resume: self._resume,
             Reset: self._reset,
-        }.get(kind)
+        }
+        return handlers.get(kind)
 
     def _admit(self, operation: Admit, outcome: Outcome) -> None:
         if outcome.status == "refused":

@@ -102,7 +102,8 @@ def sampled_chunk(choice: int, chunk: int) -> Numbers:
 
 @lru_cache(maxsize=512)
 def _sampled_list(choice: int, chunk: int) -> list[int]:
-    return sampled_chunk(choice, chunk).tolist()
+    tokens: list[int] = sampled_chunk(choice, chunk).tolist()
+    return tokens
 
 
 def sampled_token(choice: int, position: int) -> int:

@@ -66,7 +66,7 @@ class Check:
     concludes_on: ClassVar[tuple[type[Operation], ...]] = OPERATION_TYPES
     """Operations after which ``conclude`` looks …"""
     concludes_when: ClassVar[tuple[Status, ...]] = ("done", "refused", "skipped")
-    """… if they ended so.  One that was skipped without an event is passed over: nothing happened."""
+    """… if they ended so.  One skipped without an event is passed over: nothing happened."""
 
     def __init__(
         self,

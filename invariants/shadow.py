@@ -49,12 +49,14 @@ class Shadow:
 
     def _write_rows(self, tags: Tags[int], start: int, end: int, table: Sequence[int]) -> None:
         size, content = self.block_size, self.content
+        row, offset = divmod(start, size)
         while start < end:
-            row, offset = divmod(start, size)
-            stop = min(end, (row + 1) * size)
+            stop = start + size - offset
+            if stop > end:
+                stop = end
             slot = table[row] * size + offset
             content[slot : slot + stop - start] = tags[start:stop]
-            start = stop
+            start, row, offset = stop, row + 1, 0
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first ``tokens`` slots of a block."""
@@ -62,10 +64,10 @@ class Shadow:
         for offset in range(tokens):  # fewer than a block: only a partial block is copied
             content[target * size + offset] = content[source * size + offset]
 
-    def poison(self, blocks: list[int], poison: int) -> None:
+    def poison(self, blocks: Sequence[int], poison: int) -> None:
         """Nobody's bytes are in these blocks any more."""
         if len(blocks) > _BULK_BLOCKS:
-            self._rows[blocks] = poison
+            self._rows[list(blocks)] = poison
             return
         size, content, row = self.block_size, self.content, self._poison_rows[poison]
         for block in blocks:
@@ -78,13 +80,15 @@ class Shadow:
         if end - start >= _BULK_ROWS * self.block_size:
             return self._first_mismatch_bulk(tags, start, end, table)
         size, content = self.block_size, self.content
+        row, offset = divmod(start, size)
         while start < end:
-            row, offset = divmod(start, size)
-            stop = min(end, (row + 1) * size)
+            stop = start + size - offset
+            if stop > end:
+                stop = end
             slot = table[row] * size + offset
             if content[slot : slot + stop - start] != tags[start:stop]:
                 return next(p for p in range(start, stop) if content[slot + p - start] != tags[p])
-            start = stop
+            start, row, offset = stop, row + 1, 0
         return None
 
     def _first_mismatch_bulk(

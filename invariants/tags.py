@@ -74,22 +74,26 @@ def extend_tags(tags: Tags[int], last: int, tokens: Iterable[int]) -> None:
 
 def extend_sampled(tags: Tags[int], choice: int, count: int) -> None:
     """Append the tags of ``count`` tokens that ``choice`` samples after a sequence's tags."""
-    position, last = len(tags), tags[-1]
-    end = position + count
-    while position < end:
-        chunk, offset = divmod(position, CHUNK)
-        for mixed in _mixed_samples(choice, chunk)[offset : offset + end - position]:
-            last = (last * _P + mixed) & MASK
-            tags.append(last)
-        position = (chunk + 1) * CHUNK
+    last = tags[-1]
+    chunk, offset = divmod(len(tags), CHUNK)
+    mixes = _mixed_samples(choice, chunk)[offset : offset + count]
+    while len(mixes) < count:
+        chunk += 1
+        mixes += _mixed_samples(choice, chunk)[: count - len(mixes)]
+    for mixed in mixes:
+        last = (last * _P + mixed) & MASK
+        tags.append(last)
 
 
 @lru_cache(maxsize=512)
 def _mixed_samples(choice: int, chunk: int) -> list[int]:
-    return _mix(sampled_chunk(choice, chunk)).tolist()
+    """What the sampled tokens of a chunk add to the tags."""
+    mixes: list[int] = _mix(sampled_chunk(choice, chunk)).tolist()
+    return mixes
 
 
 def _mix(tokens: Numbers) -> Numbers:
+    """The mixed tokens, of which tags are linear."""
     mixed = tokens * np.uint64(_MIX)
     return mixed ^ mixed >> np.uint64(29)
 

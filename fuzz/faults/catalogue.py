@@ -139,7 +139,7 @@ def evict_takes_a_live_block(original: Replacement, self: BlockPool, count: int,
     """With nothing idle to evict, the oldest findable block is evicted though it is in use."""
     if len(self._cached) or not self.index:
         return int(original(self, count, cause))
-    key, block = next(iter(self.index.items()))
+    key, (block,) = next(iter(self.index.items()))
     del self.index[key]
     self.keys[block] = None
     self.evictions += 1
@@ -213,7 +213,7 @@ def copy_misses_last_token(
 def stale_key_after_reuse(original: Replacement, self: BlockPool, block: int) -> bytes:
     """An evicted block's key stays in the lookup map."""
     key = bytes(original(self, block))
-    self.index[key] = block
+    self.index[key] = (block,)
     return key
 
 

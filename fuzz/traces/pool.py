@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from kvproof.engine.arithmetic import capacity_blocks
 from kvproof.invariants.errors import InputError
 
 _UNITS_BYTES = {
@@ -41,11 +42,10 @@ def blocks_in(memory_bytes: int, kv_bytes_per_token: int, block_size: int) -> in
 
     Raises :class:`InputError` if not even one does.
     """
-    block_bytes = kv_bytes_per_token * block_size
-    blocks = memory_bytes // block_bytes
+    blocks = capacity_blocks(memory_bytes, kv_bytes_per_token, block_size)
     if blocks < 1:
         raise InputError(
             f"{memory_bytes} bytes of KV memory hold no block: one of {block_size} tokens, "
-            f"{kv_bytes_per_token} bytes each, takes {block_bytes}"
+            f"{kv_bytes_per_token} bytes each, takes {kv_bytes_per_token * block_size}"
         )
     return blocks

@@ -206,7 +206,9 @@ class Cap(Check):
         if len(books.steps) >= books.configuration.run_ahead:
             self._judge(operation, outcome, RUN_AHEAD_LIMIT)
             return
-        pending = sum([len(request.tags) - request.scheduled for request in books.running])
+        pending = 0
+        for request in books.running:
+            pending += len(request.tags) - request.scheduled
         if pending == 0:
             self._judge(operation, outcome, NOTHING_TO_RUN)
             return
@@ -220,7 +222,7 @@ class Cap(Check):
         self._judge(operation, outcome, None, figure)
 
     def _reset(self, operation: Reset, outcome: Outcome) -> None:
-        if any([group.referenced for group in self.groups]):
+        if any(group.referenced for group in self.groups):
             self._judge(operation, outcome, BLOCKS_IN_USE)
         else:
             cached = sum([len(group.cached_free) for group in self.groups])

@@ -126,9 +126,9 @@ class Excl(Check):
             first, end = item.start // size, (item.end - 1) // size + 1
             for group in self.groups:
                 number, refs, key_of = group.group, group.refs, group.key_of
-                table = item.tables[number]
                 written = request.tables[number][first:end]
-                if len(written) < end - first or list(table[first:end]) != written:
+                named = item.tables[number][first:end]
+                if len(written) < end - first or (named != written and list(named) != written):
                     self._foreign(group, item, request, first)
                     return
                 for block in written:
@@ -142,9 +142,7 @@ class Excl(Check):
         """Published early, its future content may be shared before its writer has run."""
         return bool(group.refs[block]) and group.owed.get(block, (None,))[0] is request
 
-    def _foreign(
-        self, group: GroupBooks, item: StepItem, request: RequestModel, row: int
-    ) -> None:
+    def _foreign(self, group: GroupBooks, item: StepItem, request: RequestModel, row: int) -> None:
         table, own = item.tables[group.group], request.tables[group.group]
         while row < min(len(table), len(own)) and table[row] == own[row]:
             row += 1

@@ -84,9 +84,9 @@ class Key(Check):
 
     def _forget(self, group: int) -> None:
         """Remember only what is findable, so that long runs stay flat in memory."""
-        findable = self.groups[group].tag_of_key
-        self._tag_of_key[group] = dict(findable)
-        self._key_of_tag[group] = {tag: key for key, tag in findable.items()}
+        books = self.groups[group]
+        self._key_of_tag[group] = dict(books.key_of_tag)
+        self._tag_of_key[group] = {key: tag for tag, key in books.key_of_tag.items()}
 
     def _reused(self, event: BlocksReused) -> None:
         request = self.books.known.get(event.request)
@@ -96,10 +96,9 @@ class Key(Check):
         group, size = self.groups[event.group], self.block_size
         tags = request.tags[(event.row + 1) * size - 1 :: size]
         for block, tag in zip(event.blocks, tags, strict=False):
-            key = group.key_of.get(block)
-            if key is None:
+            if block not in group.key_of:
                 return  # VALID
-            if group.tag_of_key[key] != tag:
+            if group.tag_of[block] != tag:
                 self.fail(
                     f"request {event.request} got a prefix hit on block {block}, which holds "
                     "another prefix",

@@ -46,7 +46,7 @@ class Life(Check):
     positive_control = "output-token-recorded-twice"
 
     def expecting(self, kind: type[Operation]) -> OperationHandler | None:
-        return {
+        handlers: dict[type[Operation], OperationHandler] = {
             Admit: self._admitted,
             Retire: self._retired,
             Resume: self._resumed,
@@ -55,7 +55,8 @@ class Life(Check):
             Finish: self._of_running,
             Fork: self._of_running,
             Preempt: self._of_running,
-        }.get(kind)
+        }
+        return handlers.get(kind)
 
     def _admitted(self, operation: Admit, outcome: Outcome) -> None:
         number = outcome.request
@@ -110,9 +111,7 @@ class Life(Check):
 
     def judge_standing(self, request: RequestModel, actual: Standing, expected: Standing) -> None:
         if actual[0] != expected[0]:
-            self.fail(
-                f"request {request.id} is {actual[0]}, not {expected[0]}", request=request.id
-            )
+            self.fail(f"request {request.id} is {actual[0]}, not {expected[0]}", request=request.id)
         if actual[1] != expected[1]:
             self.fail(
                 f"request {request.id} has {actual[1]} tokens, but it was given {expected[1]}",

@@ -56,7 +56,7 @@ class Met(Check):
         request: int | None = None,
     ) -> None:
         if exported == expected:
-            return
+            return  # the usual case, if all that is known is exported
         for name in names:
             if exported[name] != expected[name]:
                 whose = "" if request is None else f" of request {request}"

@@ -74,8 +74,9 @@ class Prov(Check):
             self.shadows[event.group].poison(emptied, FREED)
 
     def _evicted(self, event: BlocksEvicted) -> None:
-        held = self.groups[event.group].held
-        dead = [block for block in event.blocks if block not in held]
+        held, dead = self.groups[event.group].held, event.blocks
+        if not held.isdisjoint(dead):
+            dead = [block for block in dead if block not in held]  # PIN
         self.shadows[event.group].poison(dead, EVICTED)
 
     # -- reads are checked -----------------------------------------------------------------------
@@ -89,7 +90,8 @@ class Prov(Check):
                 if first >= rows:
                     continue
                 table, own = item.tables[group], request.tables[group]
-                if list(table[first:rows]) != own[first:rows]:
+                given = own[first:rows]
+                if table[first:rows] != given and list(table[first:rows]) != given:
                     self._wrong_table(item, group, first, table, own)
                     return
                 # The last row may still be replaced by a copy-on-write: books reset this then.
@@ -116,11 +118,13 @@ class Prov(Check):
         if step is None:
             return
         self.checked += 1
+        items = step.items
         for group, shadow in enumerate(self.shadows):
+            write = shadow.write
             # All writes of a step come before its reads: in each layer, K and V before attention.
-            for item, request in step.items:
-                shadow.write(request.tags, item.start, item.end, item.tables[group])
-            for item, request in step.items:
+            for item, request in items:
+                write(request.tags, item.start, item.end, item.tables[group])
+            for item, request in items:
                 # What the step has just written is in place; what was verified before has not
                 # changed since, or EXCL or REF would have reported the write or the release.
                 live = request.epoch == item.epoch

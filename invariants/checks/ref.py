@@ -17,7 +17,6 @@ from typing import Any
 from kvproof.invariants.events import BlocksReleased, Event
 from kvproof.invariants.property import Check, Claim, EventHandler
 
-
 _SMALL = 128
 """Counts of pools up to this size are faster to compare all at once than touched one by one."""
 
@@ -87,7 +86,8 @@ class Ref(Check):
                 actual, expected = self.view.ref_counts(group.group), group.refs
                 if len(expected) <= _SMALL and actual == expected:
                     continue
-                if [actual[b] for b in touched] != [expected[b] for b in touched]:
+                counts = map(actual.__getitem__, touched)
+                if list(counts) != list(map(expected.__getitem__, touched)):
                     block = next(b for b in touched if actual[b] != expected[b])
                     self._wrong_count(group.group, block, actual[block], expected[block])
 

@@ -164,12 +164,12 @@ class Valid(Check):
 
     def settle(self) -> None:
         for group in self.groups:
-            if group.touched_keys:
+            keys = group.touched_keys
+            if keys:
                 index, blocks_of = self.view.index(group.group), group.blocks_of
-                for key in group.touched_keys:
-                    actual, expected = index.get(key, ()), blocks_of.get(key, ())
-                    if actual != expected:
-                        self._entry_agrees(group, key, actual, expected)
+                if list(map(index.get, keys)) != list(map(blocks_of.get, keys)):
+                    for key in keys:
+                        self._entry_agrees(group, key, index.get(key, ()), blocks_of.get(key, ()))
 
     def _entry_agrees(
         self, group: GroupBooks, key: bytes, actual: Sequence[int], expected: Sequence[int]
@@ -192,9 +192,10 @@ class Valid(Check):
         tags = request.tags[(first + 1) * size - 1 : last * size : size]
         for group in self.groups:
             known = group.key_of_tag
-            if all([tag in known for tag in tags]):
+            missing = [tag for tag in tags if tag not in known]
+            if not missing:
                 continue
-            row = next(first + i for i, tag in enumerate(tags) if tag not in known)
+            row = first + tags.index(missing[0])
             block = request.tables[group.group][row]
             self.fail(
                 f"row {row} of request {request.id} is complete in block {block}, "
@@ -207,28 +208,25 @@ class Valid(Check):
 
     def audit(self) -> None:
         for group in self.groups:
-            index, blocks_of = dict(self.view.index(group.group).items()), group.blocks_of
-            if index != blocks_of:
+            index, blocks_of = self.view.index(group.group), group.blocks_of
+            if index != blocks_of:  # always so, if it is no dict
                 for key in {*index, *blocks_of}:
                     actual, expected = index.get(key, ()), blocks_of.get(key, ())
                     if not self._entry_agrees(group, key, actual, expected):
                         return
-            tags = group.tag_of_key
             held = self.shadows[group.group].last_tags(group.key_of)
-            if held != [tags[key] for key in group.key_of.values()]:
+            if held != list(map(group.tag_of.__getitem__, group.key_of)):
                 self._audit_content(group)
 
     def _audit_content(self, group: GroupBooks) -> None:
         """Name the block that does not hold what it should, unless it is still owed."""
         shadow = self.shadows[group.group]
-        for key, blocks in group.blocks_of.items():
-            tag = group.tag_of_key[key]
-            for block in blocks:
-                if block not in group.owed and shadow.last_tag(block) != tag:
-                    holds = shadow.describe(block, self.block_size - 1)
-                    self.fail(
-                        f"block {block} is findable, but its last slot holds {holds}",
-                        group=group.group,
-                        block=block,
-                    )
-                    return
+        for block in group.key_of:
+            if block not in group.owed and shadow.last_tag(block) != group.tag_of[block]:
+                holds = shadow.describe(block, self.block_size - 1)
+                self.fail(
+                    f"block {block} is findable, but its last slot holds {holds}",
+                    group=group.group,
+                    block=block,
+                )
+                return

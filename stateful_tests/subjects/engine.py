@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from kvproof.engine.engine import Engine
 from kvproof.engine.eviction import EvictionPolicyFactory, LeastRecentlyUsed
@@ -36,32 +35,6 @@ from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.invariants.view import Standing
 
 
-class _Index(Mapping[bytes, Sequence[int]]):
-    """A pool's prefix index as the view promises it, without a copy."""
-
-    __slots__ = ("_blocks",)
-
-    def __init__(self, blocks: dict[bytes, int]) -> None:
-        self._blocks = blocks
-
-    def __getitem__(self, key: bytes) -> Sequence[int]:
-        return (self._blocks[key],)
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._blocks)
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def items(self) -> Any:
-        """Key and blocks of each entry, without a step of Python for each."""
-        return zip(self._blocks, zip(self._blocks.values(), strict=False), strict=False)
-
-    def get(self, key: bytes, default: Any = None) -> Any:
-        block = self._blocks.get(key)
-        return default if block is None else (block,)
-
-
 class EngineView:
     """The engine's state as it is, nothing recomputed."""
 
@@ -78,7 +51,7 @@ class EngineView:
         return list(self._engine.pools[group].free_blocks())
 
     def index(self, group: int) -> Mapping[bytes, Sequence[int]]:
-        return _Index(self._engine.pools[group].index)
+        return self._engine.pools[group].index
 
     def requests(self) -> Sequence[int]:
         return list(self._engine.requests)
@@ -89,7 +62,7 @@ class EngineView:
             "running" if found.running else "preempted",
             len(found.tokens),
             found.computed,
-            tuple([len(table) for table in found.tables]),
+            tuple(map(len, found.tables)),
         )
 
     def table(self, request: int, group: int) -> Sequence[int]:
@@ -144,9 +117,12 @@ class EngineSubject:
         return self._handlers[operation.__class__](operation)
 
     def drain_events(self) -> Sequence[Event]:
-        events = self.engine.events[:]
-        self.engine.events.clear()
-        return events
+        events = self.engine.events
+        if not events:
+            return ()
+        drained = events[:]
+        events.clear()
+        return drained
 
     def view(self) -> EngineView:
         return self._view
