@@ -125,13 +125,20 @@ class Figures:
 
 
 class StepModel:
-    """A step in flight: its items, each with the request model of its time."""
+    """A step in flight: its items, each with the request model and the tables of its time."""
 
-    __slots__ = ("fenced", "items", "number")
+    __slots__ = ("fenced", "items", "number", "tables")
 
-    def __init__(self, number: int, items: list[tuple[StepItem, RequestModel]]) -> None:
+    def __init__(
+        self,
+        number: int,
+        items: list[tuple[StepItem, RequestModel]],
+        tables: list[tuple[list[int], ...]],
+    ) -> None:
         self.number = number
         self.items = items
+        self.tables = tables
+        """The requests' tables at launch; they only grow (a copy-on-write starts a new list)."""
         self.fenced: list[tuple[int, list[list[int]]]] = []
 
 
@@ -491,16 +498,17 @@ class Books:
     # -- steps -----------------------------------------------------------------------------------
 
     def _step_launched(self, event: StepLaunched) -> None:
-        items = []
+        items, tables = [], []
         for item in event.items:
             request = self._known(event, item.request)
             if request is None:
                 continue
             items.append((item, request))
+            tables.append(tuple(request.tables))
             request.scheduled = item.end
             request.launched += 1
             request.last_step = event.step
-        self.steps.append(StepModel(event.step, items))
+        self.steps.append(StepModel(event.step, items, tables))
         self.figures.iterations += 1
         self.figures.batch_size = len(event.items)
 

@@ -72,7 +72,7 @@ def parse_case(text: bytes | str, name: str = "<case>") -> Case:
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise InputError(f'{name}: not a kvproof case (no "format": "{FORMAT}" at the top)')
     version = raw.get("version")
-    if version != VERSION:
+    if type(version) is not int or version != VERSION:
         raise InputError(
             f"{name}: case of version {version!r} at $.version; this kvproof reads version "
             f"{VERSION}"
@@ -87,7 +87,7 @@ def parse_case(text: bytes | str, name: str = "<case>") -> Case:
 
 def _parse_json(text: bytes | str, name: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text if isinstance(text, str) else text.decode("utf-8"))
     except json.JSONDecodeError as error:
         place = f"{name}:{error.lineno}:{error.colno}"
         end = len(error.doc.rstrip()) <= error.pos + 1
@@ -95,6 +95,10 @@ def _parse_json(text: bytes | str, name: str) -> Any:
         raise InputError(f"{place}: {what}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{name}: not UTF-8 text at byte {error.start}") from None
+    except RecursionError:
+        raise InputError(f"{name}: nested too deep to be a case") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise InputError(f"{name}: {error}") from None
 
 
 def _refuse_unknown_operations(operations: object, name: str) -> None:

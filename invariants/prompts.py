@@ -70,19 +70,29 @@ def prompt_tokens(prompt: tuple[Segment, ...], media: tuple[Media, ...] = ()) ->
             tokens += _stream(segment.source)[: segment.length]
     else:
         tokens = _long_prompt(prompt)[:]
-    for item in media:
-        for position in range(item.start, min(item.start + item.length, len(tokens))):
+    for item in clip_media(media, len(tokens)) if media else ():
+        for position in range(item.start, item.start + item.length):
             tokens[position] = PLACEHOLDER
     return tokens
 
 
 def clip_media(media: tuple[Media, ...], length: int) -> tuple[Media, ...]:
-    """Media items as they lie in a prompt of ``length`` tokens; those beyond it are dropped."""
-    return tuple(
-        Media(item.item, item.start, min(item.length, length - item.start))
-        for item in media
-        if item.start < length
-    )
+    """Media items as they lie in a prompt of ``length`` tokens, in order.
+
+    A position shows one item: those that begin within another, or beyond the prompt, are dropped,
+    and the last is cut at the prompt's end.
+    """
+    placed: list[Media] = []
+    end = 0
+    for item in sorted(media, key=_place):
+        if end <= item.start < length:
+            placed.append(Media(item.item, item.start, min(item.length, length - item.start)))
+            end = item.start + item.length
+    return tuple(placed)
+
+
+def _place(item: Media) -> tuple[int, int, int]:
+    return item.start, item.item, item.length
 
 
 def sampled_tokens(choice: int, position: int, count: int) -> list[int]:

@@ -56,9 +56,8 @@ class Semantics(Struct, frozen=True):
     """Cached-free blocks are evicted by the time of their release, oldest first, and only when
     no empty-free block is left."""
     exact_admission: bool = True
-    """An operation is refused for want of blocks exactly when they are not there."""
-    exact_hits: bool = True
-    """A prefix hit is the longest findable prefix of full blocks below the last token."""
+    """An operation is refused for want of blocks exactly when they are not there, and a prefix hit
+    is the longest findable prefix of full blocks below the last token."""
     chunks: bool = True
     """A launch honours its budget, computing long prompts in chunks."""
     exports: tuple[str, ...] = ()

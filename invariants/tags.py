@@ -23,6 +23,7 @@ from kvproof.invariants.operations import Media, Segment
 from kvproof.invariants.prompts import (
     CHUNK,
     Numbers,
+    clip_media,
     prompt_length,
     prompt_tokens,
     sampled_chunk,
@@ -122,11 +123,9 @@ def _tags_with_media(
     tokens = prompt_tokens(prompt, media)
     if len(tokens) > _TAIL:
         return _bulk_tags(prompt, salt, adapter, media)
-    marks = dict.fromkeys(range(len(tokens)), 0)
-    for item in media:
-        shown = range(item.start, min(item.start + item.length, len(tokens)))
-        for position, mark in zip(shown, _media_marks(item.item, item.length), strict=False):
-            marks[position] ^= mark
+    marks = [0] * len(tokens)
+    for item in clip_media(media, len(tokens)):
+        marks[item.start : item.start + item.length] = _media_marks(item.item, item.length)
     tags: Tags[int] = array("Q")
     tag = root_tag(salt, adapter)
     for position, token in enumerate(tokens):
@@ -147,10 +146,9 @@ def _bulk_tags(
 ) -> Tags[int]:
     tokens = np.frombuffer(prompt_tokens(prompt, media), dtype=np.uint32)
     mixed = _mix(tokens.astype(np.uint64))
-    for item in media:
-        shown = mixed[item.start : item.start + item.length]
+    for item in clip_media(media, len(mixed)):
         marks = np.frombuffer(_media_marks(item.item, item.length), dtype=np.uint64)
-        shown ^= marks[: len(shown)]
+        mixed[item.start : item.start + item.length] ^= marks
     powers, inverses = _powers(1 << (len(mixed) - 1).bit_length())
     sums = np.cumsum(mixed * inverses[: len(mixed)], dtype=np.uint64)
     hashed = (sums + np.uint64(root_tag(salt, adapter))) * powers[: len(mixed)]

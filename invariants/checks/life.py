@@ -53,7 +53,7 @@ class Life(Check):
             Abort: self._aborted,
             Grow: self._of_running,
             Finish: self._of_running,
-            Fork: self._of_running,
+            Fork: self._forked,
             Preempt: self._of_running,
         }
         return handlers.get(kind)
@@ -78,6 +78,14 @@ class Life(Check):
             or outcome.children
         ):
             self._target(operation, running, outcome)
+
+    def _forked(self, operation: Fork, outcome: Outcome) -> None:
+        self._of_running(operation, outcome)
+        if outcome.status == "done" and len(outcome.children) != operation.samples:
+            self.fail(
+                f"a fork into {operation.samples} made {len(outcome.children)} children",
+                request=outcome.request,
+            )
 
     def _resumed(self, operation: Resume, outcome: Outcome) -> None:
         self._target(operation, self.books.preempted, outcome)

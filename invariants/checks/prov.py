@@ -153,6 +153,7 @@ class Prov(Check):
         return False
 
     def audit(self) -> None:
+        self._audit_steps()
         for request in self.books.running:
             for group in range(len(self.shadows)):
                 table = request.tables[group]
@@ -164,3 +165,14 @@ class Prov(Check):
                     end = min(end, first * self.block_size)
                 if end and not self._compare(request, group, 0, end, table):
                     return
+
+    def _audit_steps(self) -> None:
+        """All rows that steps in flight read, also those that earlier steps were seen to read."""
+        size = self.block_size
+        for step in self.books.steps:
+            for (item, _), tables in zip(step.items, step.tables, strict=True):
+                rows = (item.end + size - 1) // size
+                for group, own in enumerate(tables):
+                    if list(item.tables[group][:rows]) != own[:rows]:
+                        self._wrong_table(item, group, 0, item.tables[group], own)
+                        return

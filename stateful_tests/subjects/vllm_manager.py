@@ -377,7 +377,6 @@ class VllmManagerSubject:
         # blocks with one behind, and those that lose it (evict takes the first) stay in front.
         eviction_order="lru",
         exact_admission=True,
-        exact_hits=True,
         chunks=False,
         runs_ahead=True,
     )
