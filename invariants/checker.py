@@ -26,11 +26,11 @@ from kvproof.invariants.shadow import Shadow
 from kvproof.invariants.subject import Subject
 from kvproof.invariants.verdict import Violation
 
-SETTLED_EVERY = 10
+SETTLED_EVERY = 20
 """Operations between two comparisons of touched state with the view …"""
 SETTLED_BLOCKS = 64
-"""… but for pools of more than 640 blocks, one for so many operations per ``SETTLED_BLOCKS``
-blocks: the more operations, the more of them touch the same."""
+"""… but for pools of more than 1,280 blocks, one for so many operations per ``SETTLED_BLOCKS``
+blocks: the more operations, the more of them touch the same …"""
 SETTLED_RARELY = 128
 """… up to so many."""
 AUDITED_SHARE = 20

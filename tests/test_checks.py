@@ -17,6 +17,7 @@ from kvproof.engine.keys import block_key, root_key
 from kvproof.engine.metrics import REQUEST_METRICS, SCHEDULER_METRICS
 from kvproof.invariants.checker import Checker
 from kvproof.invariants.checks import CHECKS
+from kvproof.invariants.checks.prov import Prov
 from kvproof.invariants.events import (
     BlockCopied,
     BlocksAllocated,
@@ -296,6 +297,14 @@ row(
     2,
     1,
 )
+row(
+    "ORDER",
+    [*CACHED, prompt(2, 1), *STEP, Fork(0), Grow(0)],
+    Lie(events=lambda true: [evicted(2, "pressure"), *true]),
+    "1 blocks were evicted for the 1 that request 1 needs, though 5 free blocks were empty",
+    2,
+    1,
+)
 row("ORDER", [prompt(8), Finish(0)], change(BlocksReleased, blocks=[1, 2]), "[1, 2], not", 1, 0)
 row("ORDER", CACHED, shows(free_blocks=lambda f: [*f[:-2], 1, 2]), "victims are blocks [1, 2]", 1)
 
@@ -442,6 +451,23 @@ def test_a_step_that_reads_another_block_in_a_row_read_before_is_seen() -> None:
     assert found([prompt(5), *STEP, Grow(0), Launch()], item(tables=([6, 2],)))
 
 
+class SilentProv(Prov):
+    """Moves the bytes, and says nothing."""
+
+    def fail(self, message: str, **where: Any) -> None:
+        pass
+
+
+def test_a_findable_block_that_was_written_by_somebody_else_is_seen() -> None:
+    run = [prompt(4), *STEP, prompt(4, 1), Launch(), Retire()]
+    checks: list[type[Check]] = [SilentProv, BY_ID["VALID"]]
+    assert found(run, checks=checks) == []
+    over_the_first = change(StepLaunched, at=-2, items=lambda i: [replace(i[0], tables=([1],))])
+    violations = found(run, over_the_first, checks=checks)
+    says = "block 1 is findable, but its last slot holds another token's KV"
+    assert [(v.property, v.block) for v in violations if v.message == says] == [("VALID", 1)]
+
+
 # -- what a subject declares -----------------------------------------------------------------------
 
 FOUND_EARLY: dict[str, Callable[[Any], Any]] = {"index": lambda _: {bytes([1]): (1,)}}
@@ -472,7 +498,8 @@ def test_another_order_of_eviction_or_release_is_wrong_only_where_one_is_promise
         ([prompt(8), Finish(0)], change(BlocksReleased, blocks=[1, 2]), "release_order"),
     ):
         assert {violation.property for violation in found(run, lie)} == {"ORDER"}
-        assert found(run, lie, **{promise: "any"}) == []
+        anything: dict[str, Any] = {promise: "any"}
+        assert found(run, lie, **anything) == []
 
 
 def test_figures_are_wrong_only_where_they_are_exported() -> None:

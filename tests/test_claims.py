@@ -184,7 +184,7 @@ def test_a_subject_that_raises_is_a_finding() -> None:
 @pytest.mark.xfail(strict=True, reason="operations without capability are not counted")
 def test_the_operation_to_blame_is_counted_over_all_operations() -> None:
     subject = EngineSubject(Configuration(), engine=RaisesOnGrow)
-    subject.capabilities = frozenset(KINDS) - {"fork"}  # type: ignore[misc]
+    subject.capabilities = frozenset(KINDS) - {"fork"}
     (violation,) = Harness(subject).run([Fork(0), Admit((Segment(0, 4),)), Fork(0), Grow(0)])
     assert violation.op == 3
 

@@ -87,7 +87,7 @@ class Cache:
         return outcome
 
     def said(self, *expected: Event) -> bool:
-        return _plain(self.events) == _plain(expected)
+        return bool(_plain(self.events) == _plain(expected))
 
     def key(self, request: int, row: int) -> bytes:
         return self.engine.requests[request].block_keys(0, row + 1)[row + 1]
@@ -170,6 +170,13 @@ def test_the_first_to_write_into_a_shared_block_copies_it() -> None:
     assert cache.said(RequestGrown(0, 1)), "the last owner writes in place"
 
 
+def test_a_block_of_three_owners_is_copied_too() -> None:
+    cache = Cache(prompt(6), *STEP, Fork(0, samples=2))
+    cache.do(Grow(0))
+    assert cache.said(BlockCopied(0, 0, 1, 2, 3, 2), RequestGrown(0, 1))
+    assert list(cache.view.ref_counts(0))[:4] == [0, 3, 2, 1]
+
+
 def test_a_full_shared_block_is_not_copied() -> None:
     cache = Cache(prompt(8), *STEP, Fork(0))
     cache.do(Grow(1))
@@ -214,6 +221,12 @@ def test_preempt_keeps_the_tokens_and_resume_finds_its_own_blocks() -> None:
         BlocksReused(0, 0, 0, [1]), BlocksAllocated(0, 0, 1, [2]), RequestResumed(0, 4)
     )
     assert cache.view.standing(0) == ("running", 8, 4, (2,))
+
+
+def test_a_resumed_request_grows_by_what_it_is_told() -> None:
+    cache = Cache(prompt(6), Preempt(0), Resume(0), Grow(0, 1))
+    assert cache.said(RequestGrown(0, 1))
+    assert cache.view.standing(0)[1] == 7
 
 
 def test_a_resumed_request_keeps_its_rank() -> None:
@@ -303,6 +316,11 @@ def test_blocks_in_flight_are_fenced_until_the_last_step_retires(
     assert cache.said(StepRetired(1), BlocksReleased(0, 0, [2, 1], 1))
     assert cache.view.free_count(0) == 8
     assert not cache.view.index(0)
+
+
+def test_a_late_result_does_not_reach_a_preempted_request() -> None:
+    cache = Cache(prompt(6), Launch(), Preempt(0), Retire())
+    assert cache.view.standing(0) == ("preempted", 6, 0, (0,))
 
 
 def test_a_late_result_does_not_reach_a_resumed_request() -> None:

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -205,7 +206,8 @@ def _cases(folder: Path) -> list[str]:
         for number in range(1000)
         if len((draw := draw_run(f"digest/{number}", frozenset(KINDS))).operations) == 400
     )
-    cases = [Case("engine", draw.configuration, draw.operations)]
+    operations: list[Any] = [*draw.operations]
+    cases = [Case("engine", draw.configuration, operations)]
     cases += [shrunk_case(fault, 0).case for fault in FAULTS[::8]]
     for number, case in enumerate(cases):
         save_case(case, folder / f"{number}.json")

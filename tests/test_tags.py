@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -40,11 +41,8 @@ PROMPTS = st.lists(st.builds(Segment, SOURCES, LENGTHS), min_size=1, max_size=3)
 DOMAINS = st.sampled_from([0, 1, 2, 1 << 40])
 ITEMS = st.sampled_from([0, 1, 1 + (1 << 16)])
 STARTS = st.sampled_from([0, 1, 3, 40, 1000, 1024, 5000])
-MEDIA = st.lists(
-    st.builds(Media, ITEMS, STARTS, st.sampled_from([1, 2, 37, 60, 1500])),
-    max_size=2,
-    unique_by=lambda item: item.item,
-).map(tuple)
+MEDIA_ITEMS = st.builds(Media, ITEMS, STARTS, st.sampled_from([1, 2, 37, 60, 1500]))
+MEDIA = st.lists(MEDIA_ITEMS, max_size=3).map(tuple)
 
 # -- prompts ---------------------------------------------------------------------------------------
 
@@ -119,7 +117,8 @@ def test_media_are_clipped_to_the_prompt() -> None:
     media = (Media(4, 9, 1), Media(2, 2, 9), Media(3, 3, 1), Media(1, 0, 2))
     # Number 3 begins within number 2, and number 4 beyond the prompt.
     assert clip_media(media, 4) == (Media(1, 0, 2), Media(2, 2, 2))
-    assert clip_media(media, 5) == (Media(1, 0, 3), Media(2, 2, 3), Media(3, 4, 1))
+    assert clip_media(media, 5) == (Media(1, 0, 2), Media(2, 2, 3))
+    assert clip_media(media, 12) == (Media(1, 0, 2), Media(2, 2, 9))
     assert clip_media((), 4) == ()
 
 
@@ -143,11 +142,11 @@ class Names:
         self._children: dict[tuple[object, object], int] = {}
 
     def of_prompt(self, prompt: Prompt, salt: int, adapter: int, media: Items) -> list[int]:
-        shown: dict[int, frozenset[tuple[int, int]]] = {}
-        for item in media:
-            for offset in range(item.length):
-                before = shown.get(item.start + offset, frozenset())
-                shown[item.start + offset] = before | {(item.item, offset)}
+        shown: dict[int, tuple[int, int]] = {}
+        for item in sorted(media, key=lambda item: (item.start, item.item, item.length)):
+            if item.start not in shown:  # else it begins within another, and is not shown
+                places = range(item.start, item.start + item.length)
+                shown |= {place: (item.item, place - item.start) for place in places}
         tokens = prompt_tokens(prompt, media)
         steps = [(token, shown.get(position)) for position, token in enumerate(tokens)]
         return self._chain(("root", salt, adapter), steps)
@@ -170,23 +169,41 @@ def assert_one_to_one(names: Iterable[int], tags: Iterable[int]) -> None:
     assert len({tag for _, tag in pairs}) == len(pairs), "two histories share a tag"
 
 
-REQUESTS = st.tuples(PROMPTS, DOMAINS, DOMAINS, MEDIA)
-GROWTH = st.lists(st.tuples(st.integers(0, 1), st.integers(1, 7)), max_size=3)
+BIT = st.integers(0, 1)
+REQUESTS = st.fixed_dictionaries(
+    {
+        "prompt": BIT,
+        "salt": DOMAINS,
+        "adapter": DOMAINS,
+        "media": st.permutations(range(3)),
+        "items": st.integers(0, 3),
+        "growth": st.lists(st.tuples(BIT, st.integers(1, 7)), max_size=3),
+    }
+)
 
 
-@given(st.lists(st.tuples(REQUESTS, GROWTH), min_size=2, max_size=4))
-@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(PROMPTS, min_size=2, max_size=2),
+    st.lists(MEDIA_ITEMS, min_size=3, max_size=3),
+    st.lists(REQUESTS, min_size=2, max_size=5),
+)
+@settings(max_examples=80, deadline=None)
 def test_tags_are_one_to_one_with_histories_on_every_path(
-    drawn: list[tuple[tuple[Prompt, int, int, Items], list[tuple[int, int]]]],
+    prompts: list[Prompt], items: list[Media], requests: list[dict[str, Any]]
 ) -> None:
-    """Remembered, bulk, with media and grown token by token: all mean the same."""
+    """Remembered, bulk, with media and grown token by token: all mean the same.
+
+    The requests have prompts and media items of few, so that they share and differ in little.
+    """
     reference = Names()
     all_names: list[int] = []
     all_tags: list[int] = []
-    for (prompt, salt, adapter, media), growth in drawn:
-        names = reference.of_prompt(prompt, salt, adapter, media)
-        tags = prompt_tags(prompt, salt, adapter, media)[:]
-        for choice, count in growth:
+    for request in requests:
+        media = tuple(items[i] for i in request["media"][: request["items"]])
+        asked = (prompts[request["prompt"]], request["salt"], request["adapter"], media)
+        names = reference.of_prompt(*asked)
+        tags = prompt_tags(*asked)[:]
+        for choice, count in request["growth"]:
             tokens = sampled_tokens(choice, len(tags), count)
             names += reference.extended(names[-1], tokens)
             extend_sampled(tags, choice, count)
@@ -227,21 +244,32 @@ def test_remembered_tags_stay_as_they_were_when_a_copy_is_extended() -> None:
         assert prompt_tags(prompt, 0, 0, ()) == before
 
 
-def test_what_separates_requests_separates_every_position() -> None:
-    base = (Segment(0, 8),)
-    one = prompt_tags(base, 0, 0, ())
-    for salt, adapter, media in (
+@pytest.mark.parametrize("length", [8, 200, 1500])
+def test_what_separates_requests_separates_every_position(length: int) -> None:
+    base = (Segment(0, length),)
+    domains: list[tuple[int, int, Items]] = [
+        (0, 0, ()),
         (1, 0, ()),
         (0, 1, ()),
         (1, 1, ()),
         (0, 0, (Media(1, 0, 2),)),
         (0, 0, (Media(2, 0, 2),)),
-    ):
-        assert not set(one) & set(prompt_tags(base, salt, adapter, media))
-    # Media that begin later leave the tags before them alone.
-    later = prompt_tags(base, 0, 0, (Media(1, 5, 2),))
-    assert later[:5] == one[:5]
-    assert not set(later[5:]) & set(one[5:])
+        (0, 0, (Media(1 + (1 << 16), 0, 2),)),
+        (1, 0, (Media(1, 0, 2),)),
+    ]
+    tags = [tag for domain in domains for tag in prompt_tags(base, *domain)]
+    assert len(set(tags)) == len(domains) * length
+
+
+@pytest.mark.parametrize("length", [8, 200, 1500])
+def test_media_leave_the_tags_before_them_alone(length: int) -> None:
+    base, first = (Segment(0, length),), Media(1, 0, 2)
+    shown = [(), (Media(2, 5, 2),), (Media(3, 5, 2),), (Media(2, 6, 2),)]
+    tags = [prompt_tags(base, 0, 0, (first, *more)) for more in shown]
+    assert len({tuple(each[:5]) for each in tags}) == 1
+    assert tags[0][5] == tags[3][5]
+    rest = [tag for each in tags for tag in each[6:]]
+    assert len(set(rest)) == len(rest)
 
 
 def test_salt_and_adapter_are_told_apart() -> None:

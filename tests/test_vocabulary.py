@@ -389,7 +389,7 @@ def test_a_checker_that_stumbled_makes_it_unknown() -> None:
 def test_what_a_subject_cannot_do_is_not_demanded() -> None:
     subject = EngineSubject(Configuration())
     assert set(reachable_goals(subject)) == set(GOALS)
-    subject.capabilities = frozenset(KINDS) - {"fork"}  # type: ignore[misc]
+    subject.capabilities = frozenset(KINDS) - {"fork"}
     operations = {kind: counts for kind, counts in DONE.items() if kind != "fork"}
     goals = {goal.id: 1 for goal in GOALS if "fork" not in goal.needs}
     assert len(goals) < len(GOALS)
