@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from kvproof.fuzz.replay import replay
+from kvproof.fuzz.replay import first_violation, replay
 from kvproof.fuzz.search import search
 from kvproof.fuzz.shrink import shrink
 from kvproof.fuzz.verdicts import judge
@@ -117,6 +117,9 @@ def _drive_machine(
     try:
         return run_machine(factory, subject, seconds=seconds, seed=seed, totals=totals, stop=stop)
     except CheckerStumbled as error:
+        # What makes a checker stumble may be seen before, with an audit at each operation.
+        if first_violation(factory, error.case.configuration, error.case.operations):
+            return error.case
         totals.problems.append(str(error))
         return None
 

@@ -12,8 +12,9 @@ from msgspec import Struct
 from kvproof.fuzz.faults import fault_by_id
 from kvproof.invariants.case import Case
 from kvproof.invariants.checker import CheckerError
-from kvproof.invariants.operations import Operation
+from kvproof.invariants.operations import AnyOperation
 from kvproof.invariants.story import Moment
+from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Verdict, Violation
 from kvproof.stateful_tests.harness import Harness
 from kvproof.stateful_tests.subjects import SubjectFactory, subject_factory
@@ -73,14 +74,14 @@ def _replay(
 
 
 def first_violation(
-    factory: SubjectFactory, case: Case, operations: Iterable[Operation]
-) -> tuple[list[Operation], Sequence[Violation]] | None:
+    factory: SubjectFactory, configuration: Configuration, operations: Iterable[AnyOperation]
+) -> tuple[list[AnyOperation], Sequence[Violation]] | None:
     """The operations up to the first bad one, audited at every step, and all that it violates.
 
     The caller installs the fault, if any: shrinking replays thousands of times.
     """
-    harness = Harness(factory(case.configuration), audit_interval=EVERY_OPERATION)
-    performed = []
+    harness = Harness(factory(configuration), audit_interval=EVERY_OPERATION)
+    performed: list[AnyOperation] = []
     try:
         for operation in operations:
             performed.append(operation)

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from msgspec import Struct
 
 from kvproof.fuzz.faults import fault_by_id
+from kvproof.fuzz.replay import first_violation
 from kvproof.fuzz.swarm import Draw, draw_run
 from kvproof.invariants.case import Case
 from kvproof.invariants.checker import CheckerError
@@ -84,12 +85,31 @@ def _run(
     try:
         harness.run(draw.operations)
         if not harness.violations:
-            operations += harness.drain()
+            harness.drain(operations)
             harness.audit()
     except CheckerError as error:
-        totals.problems.append(f"run {draw.seed}: {error}")
+        totals.add(harness)
+        return _before_it_stumbled(factory, draw, operations, error, totals)
     totals.add(harness)
     if not harness.violations:
         return None
     violation = primary(harness.violations)
     return operations[: violation.op + 1], violation
+
+
+def _before_it_stumbled(
+    factory: SubjectFactory,
+    draw: Draw,
+    operations: list[AnyOperation],
+    error: CheckerError,
+    totals: Totals,
+) -> tuple[list[AnyOperation], Violation] | None:
+    """A subject that is broken may make a checker stumble before a violation is settled.
+
+    With an audit at each operation it is seen first; otherwise the verdict is unknown.
+    """
+    found = first_violation(factory, draw.configuration, operations)
+    if found is None:
+        totals.problems.append(f"run {draw.seed}: {error}")
+        return None
+    return list(found[0]), primary(found[1])

@@ -51,7 +51,7 @@ def shrink(case: Case, *, replays_max: int = REPLAYS_MAX) -> Shrunk | None:
     factory = subject_factory(case.subject)
     fault = fault_by_id(case.fault) if case.fault else None
     with fault.installed() if fault else nullcontext():
-        found = first_violation(factory, case, case.operations)
+        found = first_violation(factory, case.configuration, case.operations)
         if found is None:
             return None
         operations, violations = found
@@ -59,7 +59,7 @@ def shrink(case: Case, *, replays_max: int = REPLAYS_MAX) -> Shrunk | None:
         wanted = violation.property
 
         def attempt(candidate: Case) -> tuple[Case, Violation] | None:
-            result = first_violation(factory, candidate, candidate.operations)
+            result = first_violation(factory, candidate.configuration, candidate.operations)
             same = _of_property(result[1], wanted) if result else None
             if result is None or same is None:
                 return None

@@ -17,13 +17,13 @@ from msgspec import Struct
 from kvproof.invariants.operations import (
     Abort,
     Admit,
+    AnyOperation,
     Evict,
     Finish,
     Fork,
     Grow,
     Launch,
     Media,
-    Operation,
     Preempt,
     Reset,
     Resume,
@@ -61,7 +61,7 @@ class Draw(Struct, frozen=True):
     seed: str
     configuration: Configuration
     features: tuple[str, ...]
-    operations: list[Operation]
+    operations: list[AnyOperation]
 
 
 def draw_run(seed: str, capabilities: frozenset[str]) -> Draw:
@@ -109,7 +109,7 @@ class _Arguments:
         ]
         """Where media begin in prompts, and how long they are: few places, so that they meet."""
         self._rows = max(1, self._blocks // rng.choice((2, 4, 8, 16)))
-        self._draw: dict[str, Callable[[], Operation]] = {
+        self._draw: dict[str, Callable[[], AnyOperation]] = {
             "admit": self._admit,
             "grow": self._grow,
             "finish": lambda: Finish(self._request()),
@@ -123,7 +123,7 @@ class _Arguments:
             "retire": Retire,
         }
 
-    def draw(self, kind: str) -> Operation:
+    def draw(self, kind: str) -> AnyOperation:
         return self._draw[kind]()
 
     def _request(self) -> int:
@@ -134,7 +134,7 @@ class _Arguments:
     def _admit(self) -> Admit:
         rng = self._rng
         stem = Segment(int(rng.random() * self._stems), self._length())
-        prompt = (stem,)
+        prompt: tuple[Segment, ...] = (stem,)
         if "tails" in self._features and rng.random() < 0.5:
             prompt = (stem, Segment(10 + int(rng.random() * 2), 1 + int(rng.random() * 6)))
         return Admit(

@@ -15,11 +15,18 @@ from typing import get_args
 
 from msgspec.structs import replace
 
-from kvproof.invariants.books import Books
+from kvproof.invariants.books import Books, RequestModel
 from kvproof.invariants.checks import CHECKS
 from kvproof.invariants.events import AnyEvent, Event
 from kvproof.invariants.goals import Goals
-from kvproof.invariants.operations import OPERATION_TYPES, Operation
+from kvproof.invariants.operations import (
+    OPERATION_TYPES,
+    Admit,
+    Fork,
+    Grow,
+    Operation,
+    Resume,
+)
 from kvproof.invariants.outcomes import Outcome, Status
 from kvproof.invariants.property import Check, EventHandler, OperationHandler
 from kvproof.invariants.shadow import Shadow
@@ -126,6 +133,8 @@ class Checker:
         concluding: list[OperationHandler] = [
             check.conclude for check in self.checks if check.concludes(kind, status)
         ]
+        if kind in (Admit, Grow, Fork, Resume) and status == "done":
+            concluding.insert(0, self._stands)
         goal = self.goals.concluding(kind)
         if goal is not None and status != "skipped":
             concluding.append(goal)
@@ -159,7 +168,7 @@ class Checker:
         Raises CheckerError if the subject's reports make no sense to a checker that has not
         reported a violation.
         """
-        status = outcome.status
+        status, followed = outcome.status, False
         self.operations += 1
         try:
             counts, expecting, follow, concluding = self._plans[operation.__class__][status]
@@ -181,11 +190,17 @@ class Checker:
                         handle(event)
                 for conclude in concluding:
                     conclude(operation, outcome)
+            followed = True
             if self.operations >= self._next_look:
                 self._look()
         except Exception as error:
-            self._explain_away(error)
+            self._explain_away(error, followed)
         return self._stamped() if self.violations else ()
+
+    def pass_over(self, kind: type[Operation]) -> None:
+        """Count an operation that was not put to the subject."""
+        self.operations += 1
+        self.counts[kind]["skipped"] += 1
 
     def _look(self) -> None:
         """It is time to settle, and perhaps to audit."""
@@ -204,19 +219,32 @@ class Checker:
             settle()
         self.books.settled()
 
+    def _stands(self, operation: Operation, outcome: Outcome) -> None:
+        """A request that was given blocks stands as it should: it may be gone when settled."""
+        live = self.books.requests
+        for number in (outcome.request, *outcome.children):
+            if number is not None and number in live:
+                self._compare_standing(live[number])
+
     def _compare_standings(self) -> None:
-        """One comparison of all that a view says of a touched request; the checks sort it out."""
-        live, size, standing = self.books.requests, self._block_size, self._view.standing
+        live = self.books.requests
         for number, request in self.books.touched_requests.items():
             if number in live:
-                actual, expected = standing(number), request.standing(size)
-                if actual != expected:
-                    for check in self._judging_standing:
-                        check.judge_standing(request, actual, expected)
+                self._compare_standing(request)
 
-    def _explain_away(self, error: Exception) -> None:
-        """A checker stumbled: over a violation that is seen, or can be seen now; else raise."""
-        if not self.violations:
+    def _compare_standing(self, request: RequestModel) -> None:
+        """One comparison of all that a view says of a request; the checks sort it out."""
+        actual, expected = self._view.standing(request.id), request.standing(self._block_size)
+        if actual != expected:
+            for check in self._judging_standing:
+                check.judge_standing(request, actual, expected)
+
+    def _explain_away(self, error: Exception, followed: bool) -> None:
+        """A checker stumbled: over a violation that is seen, or can be seen now; else raise.
+
+        Books that have not ``followed`` the operation cannot be compared with the view.
+        """
+        if not self.violations and followed:
             try:
                 self._settle()
             except Exception:
@@ -233,7 +261,7 @@ class Checker:
         try:
             self._audit()
         except Exception as error:
-            self._explain_away(error)
+            self._explain_away(error, followed=True)
         return self._stamped() if self.violations else ()
 
     def _audit(self) -> None:

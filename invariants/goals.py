@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from kvproof.invariants.books import Books
+from kvproof.invariants.books import Books, RequestModel
 from kvproof.invariants.events import (
     BlockCopied,
     BlocksAllocated,
@@ -151,6 +151,8 @@ class Goals:
 
     def _copied(self, event: BlockCopied) -> None:
         self.hits["copied-on-write"] += 1
+        group = self._books.groups[event.group]
+        self.hits["pool-empty"] += group.referenced + 1 == group.usable
 
     def _allocated(self, event: BlocksAllocated) -> None:
         group = self._books.groups[event.group]
@@ -159,8 +161,10 @@ class Goals:
 
     def _released(self, event: BlocksReleased) -> None:
         if self._forked and event.request in self._forked:
-            refs = self._books.groups[event.group].refs
-            if any(refs[block] > 1 for block in event.blocks):
+            books = self._books
+            ended = event.request not in books.requests
+            refs = books.groups[event.group].refs
+            if ended and any(refs[block] > 1 for block in event.blocks):
                 self.hits["shared-block-outlives-parent"] += 1
             self._forked.discard(event.request)
 
@@ -172,7 +176,7 @@ class Goals:
             self.hits["two-steps-in-flight"] += 1
         for item in event.items:
             request = self._books.known.get(item.request)
-            if request is not None and item.end < len(request.tags):
+            if request is not None and item.end < request.input_tokens:
                 self.hits["chunked-prefill"] += 1
                 return
 
@@ -194,8 +198,7 @@ class Goals:
         if outcome.status == "refused":
             self.hits["admit-refused"] += outcome.reason == NO_FREE_BLOCKS
             return
-        if outcome.cached_tokens:
-            self._cut_at_last_token(operation, outcome)
+        self._cut_at_last_token(operation, outcome)
         identity = (operation.salt, operation.adapter, operation.media)
         first = self._seen.setdefault(operation.prompt, identity)
         if first != identity:
@@ -220,13 +223,17 @@ class Goals:
             return
         if outcome.status == "refused":
             self.hits["grow-refused"] += 1
-            group = self._books.groups[0]
-            if group.refs[request.tables[0][-1]] > 1 and len(request.tags) % (
-                self._books.block_size
-            ):
-                self.hits["copy-refused"] += 1
+            self.hits["copy-refused"] += self._for_the_copy_alone(request, operation.tokens)
         elif (len(request.tags) - operation.tokens) % self._books.block_size == 0:
             self.hits["block-boundary"] += 1
+
+    def _for_the_copy_alone(self, request: RequestModel, tokens: int) -> bool:
+        """Whether the growth would have fitted without a copy of the shared last block."""
+        size, group = self._books.block_size, self._books.groups[0]
+        table, length = request.tables[0], len(request.tags)
+        blocks = -(-(length + tokens) // size) - len(table)
+        shared = length % size > 0 and group.refs[table[-1]] > 1
+        return shared and blocks <= group.usable - group.referenced
 
     def _fork(self, operation: Fork, outcome: Outcome) -> None:
         if outcome.status == "done" and outcome.request is not None:

@@ -17,6 +17,8 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 Count = Annotated[int, Meta(ge=1, le=1 << 40)]
+Tokens = Annotated[int, Meta(ge=1, le=1 << 22)]
+"""Beyond any context of today, and still expanded in a moment."""
 Index = Annotated[int, Meta(ge=0, le=1 << 40)]
 
 
@@ -24,7 +26,7 @@ class Segment(Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fie
     """``length`` tokens of the endless token stream number ``source``, from its start."""
 
     source: Index
-    length: Count
+    length: Tokens
 
 
 class Media(Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
@@ -35,7 +37,7 @@ class Media(Struct, frozen=True, gc=False, array_like=True, forbid_unknown_field
 
     item: Index
     start: Index
-    length: Count
+    length: Tokens
 
 
 class Operation(
@@ -66,7 +68,7 @@ class Grow(Operation, frozen=True, gc=False):
     """A running request gets ``tokens`` more tokens, the ones that ``choice`` samples."""
 
     request: Index
-    tokens: Count = 1
+    tokens: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
     choice: Index = 0
 
 

@@ -82,8 +82,12 @@ class _Block:
         self._block = block
         self._size = block_size
         self._steps: dict[int, list[StepItem]] = {}
+        self._holders: set[int] = set()
 
     def tell(self, event: Event) -> str | None:
+        if isinstance(event, ReleaseFenced):
+            left = event.request in self._holders
+            return f"left by r{event.request} to the fence of step {event.step}" if left else None
         if isinstance(event, StepLaunched):
             return self._launched(event)
         if isinstance(event, StepRetired):
@@ -98,6 +102,8 @@ class _Block:
         return self._moved(event, list(blocks).index(self._block))
 
     def _moved(self, event: Event, index: int) -> str | None:
+        if isinstance(event, BlocksAllocated | BlocksReused | BlocksShared):
+            self._holders.add(event.request)
         if isinstance(event, BlocksAllocated):
             return f"given to r{event.request} as row {event.row + index}"
         if isinstance(event, BlocksReused):
@@ -105,6 +111,7 @@ class _Block:
         if isinstance(event, BlocksShared):
             return f"shared by r{event.parent} with its fork r{event.request}"
         if isinstance(event, BlocksReleased):
+            self._holders.discard(event.request)
             fence = "" if event.step is None else f" by the fence of step {event.step}"
             return f"released by r{event.request}{fence}"
         if isinstance(event, BlocksEvicted):
@@ -115,11 +122,13 @@ class _Block:
 
     def _copied(self, event: BlockCopied) -> str | None:
         if event.target == self._block:
+            self._holders.add(event.request)
             return (
                 f"given to r{event.request} as row {event.row}, as a copy of block "
                 f"{event.source} ({event.tokens} tokens)"
             )
         if event.source == self._block:
+            self._holders.discard(event.request)
             return f"copied by r{event.request} to block {event.target}, and released"
         return None
 

@@ -9,6 +9,7 @@ from kvproof.invariants.events import Event
 from kvproof.invariants.operations import (
     OPERATION_TYPES,
     Abort,
+    AnyOperation,
     Launch,
     Operation,
     Retire,
@@ -54,7 +55,7 @@ class Harness:
         """
         kind = operation.__class__
         if kind not in self._capable:
-            self.counts[kind]["skipped"] += 1
+            self.checker.pass_over(kind)
             return SKIPPED
         try:
             outcome = self._apply(operation)
@@ -88,11 +89,13 @@ class Harness:
             self.violations = self.checker.audit()
         return self.violations
 
-    def drain(self) -> list[Operation]:
-        """End all requests and steps, so that quiescence is reached; what it took."""
-        performed: list[Operation] = []
+    def drain(self, performed: list[AnyOperation]) -> None:
+        """End all requests and steps, so that quiescence is reached.
 
-        def until_skipped(operation: Operation) -> None:
+        What it takes is appended to ``performed`` as it is done, also if a checker stumbles.
+        """
+
+        def until_skipped(operation: AnyOperation) -> None:
             for _ in range(1 << 20):
                 if self.violations:
                     return
@@ -105,7 +108,6 @@ class Harness:
         until_skipped(Retire())
         until_skipped(Abort(0))
         until_skipped(Retire())
-        return performed
 
     def operation_counts(self) -> dict[str, dict[str, int]]:
         """Per operation kind: done, refused, skipped."""

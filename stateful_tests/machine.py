@@ -137,7 +137,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _quiesce(self, harness: Harness) -> None:
         try:
-            self._operations += harness.drain()  # type: ignore[arg-type]
+            harness.drain(self._operations)
             harness.audit()
         except CheckerError as error:
             self._stumble(error)

@@ -181,7 +181,6 @@ def test_a_subject_that_raises_is_a_finding() -> None:
     assert violation.message == "grow raised KeyError: 'no such block'"
 
 
-@pytest.mark.xfail(strict=True, reason="operations without capability are not counted")
 def test_the_operation_to_blame_is_counted_over_all_operations() -> None:
     subject = EngineSubject(Configuration(), engine=RaisesOnGrow)
     subject.capabilities = frozenset(KINDS) - {"fork"}
@@ -206,7 +205,7 @@ def _stumbling(hook: str) -> type[Check]:
 @pytest.mark.parametrize(
     "hook",
     [
-        pytest.param("expecting", marks=pytest.mark.xfail(strict=True, reason="see below")),
+        "expecting",
         "conclude",
         "settle",
         "audit",
@@ -274,7 +273,6 @@ class TupleSubject(EngineSubject):
         return tuple(_with_tuples(event) for event in super().drain_events())
 
 
-@pytest.mark.xfail(strict=True, reason="ORDER compares sequences with lists")
 def test_a_subject_may_report_any_kind_of_sequence() -> None:
     for number in range(5):
         draw = draw_run(f"tuples/{number}", frozenset(KINDS))

@@ -65,7 +65,7 @@ def blame(draw: Draw, operations: list[Operation], interval: int | None) -> Blam
         harness.perform(operation)
         if harness.violations:
             break
-    harness.drain()
+    harness.drain([])
     if interval != NEVER:
         harness.audit()
     if not harness.violations:
@@ -151,11 +151,12 @@ def test_settled_at_each_operation_both_ways_blame_the_same_one(fault: Fault) ->
             assert run.settled.op == run.full.op
 
 
-def test_settling_every_few_operations_misses_little() -> None:
+def test_settling_every_few_operations_misses_next_to_nothing() -> None:
+    """Only state that is wrong for less than a settlement, and right again, can escape."""
     runs = [run for fault in all_faults() for run in compared(fault) if run.full is not None]
     assert len(runs) > 2 * len(all_faults()), "the comparison is not vacuous"
     missed = [run for run in runs if run.incremental is None]
-    assert len(missed) <= 0.05 * len(runs)
+    assert len(missed) <= 0.01 * len(runs)
     assert len([run for run in runs if run.settled is None]) <= len(missed) + 1
 
 
@@ -224,7 +225,7 @@ def test_the_books_agree_with_the_view_after_thousands_of_operations() -> None:
             harness.perform(operation)
             if index % 5 == 0:
                 assert_books_agree_with_the_view(harness)
-        harness.drain()
+        harness.drain([])
         assert_books_agree_with_the_view(harness)
         assert not harness.violations
         operations += harness.checker.operations

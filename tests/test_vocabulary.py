@@ -48,7 +48,7 @@ from kvproof.invariants.verdict import Verdict, Violation, merge, primary
 from kvproof.stateful_tests.subjects.engine import EngineSubject
 
 INDEX = st.integers(0, 1 << 40)
-COUNT = st.integers(1, 1 << 40)
+COUNT = st.integers(1, 1 << 16)
 SEGMENTS = st.builds(Segment, INDEX, COUNT)
 MEDIA = st.builds(Media, INDEX, INDEX, COUNT)
 OPERATIONS: st.SearchStrategy[AnyOperation] = st.one_of(

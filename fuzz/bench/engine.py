@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from kvproof.fuzz.bench.machine_info import Calibration, MachineInfo, calibrate, machine_info
 from kvproof.fuzz.swarm import Draw, draw_run
-from kvproof.invariants.operations import KINDS, Operation
+from kvproof.invariants.operations import KINDS, AnyOperation
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.harness import Harness
 from kvproof.stateful_tests.subjects.engine import EngineSubject
@@ -76,11 +76,11 @@ def bench_engine(
     )
 
 
-def _total(runs: Sequence[tuple[Configuration, list[Operation]]]) -> int:
+def _total(runs: Sequence[tuple[Configuration, list[AnyOperation]]]) -> int:
     return sum(len(operations) for _, operations in runs)
 
 
-def _time_runs(runs: Sequence[tuple[Configuration, list[Operation]]], *, checked: bool) -> float:
+def _time_runs(runs: Sequence[tuple[Configuration, list[AnyOperation]]], *, checked: bool) -> float:
     """CPU seconds of performing all runs; building subjects and checkers is not counted."""
     total = 0.0
     for configuration, operations in runs:
@@ -93,15 +93,15 @@ def _time_runs(runs: Sequence[tuple[Configuration, list[Operation]]], *, checked
     return total
 
 
-def _long_run(draws: Sequence[Draw]) -> list[Operation]:
+def _long_run(draws: Sequence[Draw]) -> list[AnyOperation]:
     """One list for both large pools: all drawn lists, one after the other."""
-    operations: list[Operation] = []
+    operations: list[AnyOperation] = []
     for draw in draws:
         operations += draw.operations
     return operations
 
 
-def _time_pool(blocks: int, operations: list[Operation]) -> float:
+def _time_pool(blocks: int, operations: list[AnyOperation]) -> float:
     configuration = replace(_LARGE, blocks=blocks)
     return _time_runs([(configuration, operations)], checked=True)
 

@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -65,7 +65,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     drawn = Table(title=title, title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
         numeric = bool(rows) and isinstance(rows[0][index], int | float)
-        drawn.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=index == 0)
+        side: Literal["left", "right"] = "right" if numeric else "left"
+        drawn.add_column(column, justify=side, overflow="fold", no_wrap=index == 0)
     for row in rows:
         drawn.add_row(*[_cell(value) for value in row])
     console.print(drawn)

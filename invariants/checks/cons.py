@@ -65,7 +65,7 @@ class Cons(Check):
             for block in free.intersection(reserved):
                 self.fail(f"reserved block {block} is free", group=number, block=block)
             held = len(group.refs) - len(reserved) - len(free)
-            if held != group.referenced or any([group.refs[block] for block in listed]):
+            if held != group.referenced or any(map(group.refs.__getitem__, listed)):
                 self._name_the_lost(number, free)
 
     def _name_the_lost(self, number: int, free: set[int]) -> None:

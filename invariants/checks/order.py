@@ -58,7 +58,7 @@ class Order(Check):
         cached_free, blocks = self.groups[event.group].cached_free, event.blocks
         self.checked += 1
         oldest = list(islice(cached_free, len(blocks)))
-        if oldest == blocks:
+        if oldest == list(blocks):
             return
         for block, expected in zip(blocks, oldest, strict=False):
             if block != expected and block in cached_free:  # else PIN, VALID
@@ -97,7 +97,7 @@ class Order(Check):
             return
         table, blocks = request.tables[event.group], event.blocks
         self.checked += 1
-        if table[::-1] != blocks and sorted(blocks) == sorted(table):
+        if table[::-1] != list(blocks) and sorted(blocks) == sorted(table):
             self.fail(
                 f"request {event.request} gave back its blocks as {list(blocks)}, not from the "
                 f"tail of its table {table}",
@@ -111,7 +111,7 @@ class Order(Check):
             return
         for group in self.books.groups:
             expected = list(group.cached_free)
-            actual = self.view.free_blocks(group.group)[group.empty_free :]
+            actual = list(self.view.free_blocks(group.group)[group.empty_free :])
             if actual != expected:
                 first = next(
                     (a for a, e in zip(actual, expected, strict=False) if a != e),

@@ -210,7 +210,7 @@ class Valid(Check):
         for group in self.groups:
             index, blocks_of = self.view.index(group.group), group.blocks_of
             if index != blocks_of:  # always so, if it is no dict
-                for key in {*index, *blocks_of}:
+                for key in (*index, *(key for key in blocks_of if key not in index)):
                     actual, expected = index.get(key, ()), blocks_of.get(key, ())
                     if not self._entry_agrees(group, key, actual, expected):
                         return

@@ -21,9 +21,9 @@ How operations map:
   relies on the order of the GPU's stream.  With releases only between a request's steps, no
   block of a step in flight is ever free, at any depth of run-ahead.
 * **Evict** is ``evict_blocks`` of the first cached blocks of vLLM's free queue.
-* A salt is a ``cache_salt``, an adapter a ``LoRARequest``, media are ``mm_features``, cut off
-  at the prompt's end.  Media that overlap cannot be said to vLLM: such an admit is *skipped*.
-  Fork is not a capability: parallel samples are separate requests in vLLM.
+* A salt is a ``cache_salt``, an adapter a ``LoRARequest``, media are ``mm_features``, placed as
+  :func:`clip_media` says.  Fork is not a capability: parallel samples are separate requests
+  in vLLM.
 
 vLLM is imported when the first subject is built, not with this module.
 """
@@ -37,7 +37,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from itertools import islice, pairwise
+from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -233,11 +233,6 @@ def _without_hash_seed(initialize: Callable[[Any], None], hash_function: Any) ->
     finally:
         if seed is not None:
             os.environ["PYTHONHASHSEED"] = seed
-
-
-def _overlap(media: Sequence[Media]) -> bool:
-    """Whether any two items, in order of their starts, share a position."""
-    return any(item.start + item.length > following.start for item, following in pairwise(media))
 
 
 # -- the view ----------------------------------------------------------------------------------
@@ -445,9 +440,7 @@ class VllmManagerSubject:
 
     def _admit(self, operation: Admit) -> Outcome:
         length = prompt_length(operation.prompt)
-        media = sorted(clip_media(operation.media, length), key=attrgetter("start"))
-        if _overlap(media):
-            return SKIPPED
+        media = clip_media(operation.media, length)
         refusal = self._refusal(length)
         if refusal:
             return Outcome("refused", refusal)
