@@ -256,6 +256,5 @@ print(checker.audit())
 """
 
 
-@pytest.mark.xfail(strict=True, reason="an audit of the index goes through a set of keys")
 def test_a_violation_is_told_the_same_in_fresh_processes() -> None:
     assert len(_in_fresh_processes(TWO_WRONG_KEYS, [], 4)) == 1
