@@ -16,7 +16,13 @@ from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
 
-from kvproof.engine.arithmetic import blocks_needed, blocks_to_take, copy_needed, hit_tokens
+from kvproof.engine.arithmetic import (
+    blocks_needed,
+    blocks_to_take,
+    copy_needed,
+    full_blocks,
+    hit_tokens,
+)
 from kvproof.engine.eviction import EvictionPolicyFactory, LeastRecentlyUsed
 from kvproof.engine.metrics import Counters
 from kvproof.engine.pool import BlockPool
@@ -99,7 +105,10 @@ class Engine:
 
         The engine keeps ``prompt`` and will append to it.
         Refused with ``too_many_requests``, ``larger_than_pool`` or ``no_free_blocks``.
+        Raises ValueError if the prompt is empty.
         """
+        if not prompt:
+            raise ValueError("a prompt has at least one token")
         request = Request(
             self._next_request,
             prompt,
@@ -126,8 +135,10 @@ class Engine:
     def resume(self, request: Request) -> Outcome:
         """Take in a preempted request again: all its tokens are the prompt.
 
-        Refused as :meth:`admit`.
+        Refused as :meth:`admit`.  Raises ValueError if the request is not preempted.
         """
+        if request not in self.preempted:
+            raise ValueError(f"request {request.id} is not preempted")
         refusal = self._place(request)
         if refusal:
             return Outcome("refused", refusal, request.id)
@@ -191,8 +202,9 @@ class Engine:
     def grow(self, request: Request, tokens: Sequence[int]) -> Outcome:
         """Append tokens, with slots for them; copies a shared last block before it is written.
 
-        Refused with ``no_free_blocks``.
+        Refused with ``no_free_blocks``.  Raises ValueError if the request is not running.
         """
+        _must_run(request)
         size = request.block_size
         length = len(request.tokens)
         new_length = length + len(tokens)
@@ -228,8 +240,9 @@ class Engine:
         """Split off ``samples`` children that share every block.
 
         Refused with ``not_computed`` while the parent has uncomputed tokens, and with
-        ``too_many_requests``.
+        ``too_many_requests``.  Raises ValueError if the request is not running.
         """
+        _must_run(request)
         if request.computed < len(request.tokens):
             return Outcome("refused", NOT_COMPUTED, request.id)
         if len(self.running) + samples > self.configuration.requests:
@@ -265,7 +278,11 @@ class Engine:
     # -- the ways out --------------------------------------------------------------------------
 
     def finish(self, request: Request) -> Outcome:
-        """A running request ends; its full, computed blocks stay findable."""
+        """A running request ends; its full, computed blocks stay findable.
+
+        Raises ValueError if the request is not running.
+        """
+        _must_run(request)
         self._end(request)
         self.events.append(RequestFinished(request.id))
         return Outcome("done", None, request.id)
@@ -277,7 +294,11 @@ class Engine:
         return Outcome("done", None, request.id)
 
     def preempt(self, request: Request) -> Outcome:
-        """A running request gives back its blocks; it keeps its tokens, to be recomputed."""
+        """A running request gives back its blocks; it keeps its tokens, to be recomputed.
+
+        Raises ValueError if the request is not running.
+        """
+        _must_run(request)
         self._release(request)
         self.running.remove(request)
         insort(self.preempted, request, key=_by_id)
@@ -293,6 +314,7 @@ class Engine:
         if request.running:
             self._release(request)
             self.running.remove(request)
+            request.running = False
         else:
             self.preempted.remove(request)
         del self.requests[request.id]
@@ -382,7 +404,7 @@ class Engine:
     def _apply_result(self, request: Request, item: StepItem) -> None:
         request.computed = item.end
         request.steps_in_flight -= 1
-        full = item.end // request.block_size
+        full = full_blocks(item.end, request.block_size)
         if full > request.published and self.configuration.prefix_caching:
             for pool in self.pools:
                 self._publish(pool, request, full)
@@ -404,3 +426,8 @@ class Engine:
                     )
                 )
             row += 1  # the duplicate, or one past the end
+
+
+def _must_run(request: Request) -> None:
+    if not request.running:
+        raise ValueError(f"request {request.id} is not running")

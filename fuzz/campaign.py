@@ -7,12 +7,13 @@ draws otherwise.  The first failing run is shrunk, replayed and told.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from kvproof.fuzz.replay import first_violation, replay
+from kvproof.fuzz.replay import first_violation, installed, replay
 from kvproof.fuzz.search import search
 from kvproof.fuzz.shrink import shrink
 from kvproof.fuzz.verdicts import judge
@@ -83,20 +84,28 @@ def check_subject(
     found = search(subject, seed, seconds=share, totals=loop, fault=fault, on_run=told)
     case, driver = (found.case, "seeded loop") if found else (None, "")
     left = seconds - (time.perf_counter() - started)
-    if case is None and left > 0 and fault is None:
-        case, driver = _drive_machine(factory, subject, left, seed, machine, told), "machine"
+    if case is None and left > 0:
+        with installed(fault):
+            case = _drive_machine(factory, subject, left, seed, machine, told)
+        case, driver = case and replace(case, fault=fault), "Hypothesis machine"
     finding = _finding(case, driver, out) if case is not None else None
     total = loop.merged(machine)
     judgement = judge(
         factory(Configuration()),
         total.operations,
         total.goals,
+        checked=total.checked,
         failed=finding is not None,
-        problems=tuple(total.problems),
+        problems=tuple(_problems(total, machine)),
     )
-    return Report(
-        subject, seed, judgement.verdict, judgement.reasons, loop, machine, total, finding
-    )
+    reasons = () if finding else judgement.reasons
+    return Report(subject, seed, judgement.verdict, reasons, loop, machine, total, finding)
+
+
+def _problems(total: Totals, machine: Totals) -> Iterator[str]:
+    yield from total.problems
+    if not machine.runs:
+        yield "there was no time left for the Hypothesis machine"
 
 
 def _drive_machine(
@@ -134,6 +143,7 @@ def _finding(case: Case, driver: str, out: Path | None) -> Finding | None:
     small = shrunk.case if shrunk else case
     result = replay(small, record=True)
     if not result.violations:
+        small = case
         violation = Violation(
             case.violates or "CRASH",
             "the run failed once, but not in a replay: the subject is not deterministic",

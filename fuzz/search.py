@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 
 from msgspec import Struct
 
-from kvproof.fuzz.faults import fault_by_id
-from kvproof.fuzz.replay import first_violation
+from kvproof.fuzz.replay import first_violation, installed
 from kvproof.fuzz.swarm import Draw, draw_run
 from kvproof.invariants.case import Case
 from kvproof.invariants.checker import CheckerError
@@ -44,9 +42,8 @@ def search(
     Raises InputError if there is no such subject or fault.
     """
     factory = subject_factory(subject)
-    planted = fault_by_id(fault) if fault else None
     started = time.perf_counter()
-    with planted.installed() if planted else nullcontext():
+    with installed(fault):
         for draw in _draws(factory, seed, runs_max):
             found = _run(factory, draw, totals)
             totals.seconds = time.perf_counter() - started

@@ -8,14 +8,12 @@ Every replay is audited at each operation, so that the case ends at the operatio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from kvproof.fuzz.faults import fault_by_id
-from kvproof.fuzz.replay import first_violation
+from kvproof.fuzz.replay import first_violation, installed
 from kvproof.invariants.case import Case
 from kvproof.invariants.operations import (
     Abort,
@@ -46,11 +44,13 @@ class Shrunk(Struct, frozen=True):
     replays: int
 
 
-def shrink(case: Case, *, replays_max: int = REPLAYS_MAX) -> Shrunk | None:
-    """Shrink a failing case; None if it does not fail when audited at each operation."""
-    factory = subject_factory(case.subject)
-    fault = fault_by_id(case.fault) if case.fault else None
-    with fault.installed() if fault else nullcontext():
+def shrink(case: Case, *, replays_max: int = REPLAYS_MAX, imports: bool = True) -> Shrunk | None:
+    """Shrink a failing case; None if it does not fail when audited at each operation.
+
+    ``imports``: as for ``subject_factory``.
+    """
+    factory = subject_factory(case.subject, imports=imports)
+    with installed(case.fault):
         found = first_violation(factory, case.configuration, case.operations)
         if found is None:
             return None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from kvproof.invariants.checks import CHECKS
 from kvproof.invariants.goals import GOALS, Goal
 from kvproof.invariants.subject import Subject
 from kvproof.invariants.verdict import Verdict, merge
@@ -29,13 +30,14 @@ def judge(
     operations: Mapping[str, Mapping[str, int]],
     goals: Mapping[str, int],
     *,
+    checked: Mapping[str, int],
     failed: bool,
     problems: tuple[str, ...] = (),
 ) -> Judgement:
     """fail dominates unknown dominates pass.
 
-    Unknown: a checker stumbled, an operation kind never succeeded, or a situation that is not
-    rare was never met.  Then silence would prove nothing.
+    Unknown: a checker stumbled, an operation kind never succeeded, a promised property was never
+    put to the test, or a situation that is not rare was never met.  Then silence proves nothing.
     """
     reasons = list(problems)
     for kind in sorted(subject.capabilities):
@@ -44,5 +46,8 @@ def judge(
     for goal in reachable_goals(subject):
         if not goal.rare and not goals.get(goal.id):
             reasons.append(f"situation {goal.id} was never reached ({goal.situation})")
+    for check in CHECKS:
+        if check.promised(subject.semantics) and not checked.get(check.id()):
+            reasons.append(f"property {check.id()} was never put to the test")
     verdict = merge("fail" if failed else "pass", "unknown" if reasons else "pass")
     return Judgement(verdict, tuple(reasons))

@@ -277,7 +277,9 @@ class Books:
         self.touched_requests: dict[int, RequestModel] = {}
         """Requests that operations since the last settlement were about."""
         self.strays: list[Event] = []
-        """Events about requests that are not known."""
+        """Events about requests or steps that are not known, or at another row than the next."""
+        self.identities: set[int] = set()
+        """Of all requests that ever were."""
         self.running: list[RequestModel] = []
         self.preempted: list[RequestModel] = []
         self.steps: deque[StepModel] = deque()
@@ -360,6 +362,7 @@ class Books:
         self.requests[request.id] = self.known[request.id] = request
         self.touched_requests[request.id] = request
         self.running.append(request)
+        self.identities.add(request.id)
         self._entered += 1
 
     def _grow(self, operation: Grow, outcome: Outcome) -> None:
@@ -422,7 +425,10 @@ class Books:
         group.hold(event.blocks)
         request = self._known(event, event.request)
         if request is not None:
-            request.tables[event.group] += event.blocks
+            table = request.tables[event.group]
+            if event.row != len(table):
+                self.strays.append(event)
+            table += event.blocks
         if group.evicting:
             group.evicting = []
 
@@ -430,7 +436,10 @@ class Books:
         self.groups[event.group].hold(event.blocks)
         request = self._known(event, event.request)
         if request is not None:
-            request.tables[event.group] += event.blocks
+            table = request.tables[event.group]
+            if event.row != len(table):
+                self.strays.append(event)
+            table += event.blocks
 
     def _blocks_shared(self, event: BlocksShared) -> None:
         self.groups[event.group].hold(event.blocks)
@@ -514,6 +523,9 @@ class Books:
 
     def _step_retired(self, event: StepRetired) -> None:
         if not self.steps:
+            return
+        if self.steps[0].number != event.step:
+            self.strays.append(event)
             return
         step = self.steps.popleft()
         self.retired = step

@@ -88,8 +88,8 @@ GOALS: tuple[Goal, ...] = (
     ),
     _goal("aborted-preempted", "a preempted request is aborted", "abort", "preempt"),
     _goal(
-        "resumed-with-own-blocks",
-        "a resumed request gets its own old blocks as a hit",
+        "resumed-with-a-hit",
+        "a resumed request gets a prefix hit, on blocks of its own or of others",
         "preempt",
         "resume",
     ),
@@ -259,7 +259,7 @@ class Goals:
         if outcome.status == "refused":
             self.hits["resume-refused"] += outcome.reason == NO_FREE_BLOCKS
             return
-        self.hits["resumed-with-own-blocks"] += outcome.cached_tokens > 0
+        self.hits["resumed-with-a-hit"] += outcome.cached_tokens > 0
         if any(
             number == outcome.request for step in self._books.steps for number, _ in step.fenced
         ):

@@ -44,4 +44,3 @@ class Outcome(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 SKIPPED = Outcome("skipped")
-DONE = Outcome("done")

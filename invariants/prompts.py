@@ -114,8 +114,3 @@ def sampled_chunk(choice: int, chunk: int) -> Numbers:
 def _sampled_list(choice: int, chunk: int) -> list[int]:
     tokens: list[int] = sampled_chunk(choice, chunk).tolist()
     return tokens
-
-
-def sampled_token(choice: int, position: int) -> int:
-    """The token that ``choice`` samples at ``position``."""
-    return sampled_tokens(choice, position, 1)[0]

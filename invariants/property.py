@@ -26,6 +26,7 @@ from kvproof.invariants.events import Event
 from kvproof.invariants.operations import OPERATION_TYPES, Operation
 from kvproof.invariants.outcomes import Outcome, Status
 from kvproof.invariants.shadow import Shadow
+from kvproof.invariants.subject import Semantics
 from kvproof.invariants.verdict import Violation
 from kvproof.invariants.view import Standing, View
 
@@ -63,6 +64,8 @@ class Check:
 
     claims: ClassVar[tuple[Claim, ...]]
     positive_control: ClassVar[str]
+    counts_itself: ClassVar[bool] = False
+    """``checked`` counts all that was compared; else every look of the check's counts."""
     concludes_on: ClassVar[tuple[type[Operation], ...]] = OPERATION_TYPES
     """Operations after which ``conclude`` looks …"""
     concludes_when: ClassVar[tuple[Status, ...]] = ("done", "refused", "skipped")
@@ -126,6 +129,11 @@ class Check:
     ) -> None:
         """Report a violation of this check's property."""
         self._report(Violation(self.id(), message, group=group, block=block, request=request))
+
+    @classmethod
+    def promised(cls, semantics: Semantics) -> bool:
+        """Whether a subject with these semantics promises anything that the check looks at."""
+        return True
 
     @classmethod
     def settles(cls) -> bool:

@@ -58,6 +58,8 @@ class Semantics(Struct, frozen=True):
     exact_admission: bool = True
     """An operation is refused for want of blocks exactly when they are not there, and a prefix hit
     is the longest findable prefix of full blocks below the last token."""
+    oldest_first: bool = True
+    """A step serves requests by their first admission; only its last one may be cut short."""
     chunks: bool = True
     """A launch honours its budget, computing long prompts in chunks."""
     exports: tuple[str, ...] = ()

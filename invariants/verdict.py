@@ -48,8 +48,6 @@ class Violation(Struct, frozen=True):
     group: int = 0
     block: int | None = None
     request: int | None = None
-    by_audit: bool = False
-    """Seen by a full audit only: the operation to blame may be an earlier one."""
 
 
 def primary(violations: Sequence[Violation]) -> Violation:

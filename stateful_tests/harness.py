@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from traceback import extract_tb
 
 from kvproof.invariants.checker import Checker
 from kvproof.invariants.events import Event
@@ -10,6 +12,7 @@ from kvproof.invariants.operations import (
     OPERATION_TYPES,
     Abort,
     AnyOperation,
+    Finish,
     Launch,
     Operation,
     Retire,
@@ -60,6 +63,8 @@ class Harness:
         try:
             outcome = self._apply(operation)
             events = self._drain_events()
+            if outcome.__class__ is not Outcome:
+                raise TypeError(f"an operation is answered by an Outcome, not by {outcome!r}")
         except Exception as error:
             return self._crashed(operation, error)
         self.last_events = events
@@ -70,7 +75,11 @@ class Harness:
         return outcome
 
     def _crashed(self, operation: Operation, error: Exception) -> Outcome:
-        message = f"{kind_of(operation)} raised {type(error).__name__}: {error}"
+        frame = extract_tb(error.__traceback__)[-1]
+        message = (
+            f"{kind_of(operation)} raised {type(error).__name__}: {error} "
+            f"({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
+        )
         self.violations = (Violation(CRASH, message, op=self.checker.operations),)
         return SKIPPED
 
@@ -106,6 +115,8 @@ class Harness:
         until_skipped(Retire())
         until_skipped(Launch())
         until_skipped(Retire())
+        if Abort not in self._capable:
+            until_skipped(Finish(0))
         until_skipped(Abort(0))
         until_skipped(Retire())
 

@@ -237,7 +237,10 @@ row("LIFE", [Grow(0)], says(status="done", request=0), "of 0 candidates", None, 
 row("LIFE", [prompt(1), *STEP], answers(SKIPPED), "retire was skipped with 1 in flight")
 row("LIFE", [prompt(1), prompt(1)], says(request=0), "a new request is called 0", None, 0)
 row("LIFE", FORKED, says(children=(0,)), "a new request is called 0", None, 0)
-row("LIFE", [prompt(1)], add(BlocksAllocated(0, 9, 0, [5])), "a request that is not live")
+row("LIFE", [prompt(1)], add(BlocksAllocated(0, 9, 0, [5])), "does not fit what happened")
+row("LIFE", [prompt(1)], change(BlocksAllocated, row=1), "does not fit what happened")
+row("LIFE", [prompt(1)], change(RequestAdmitted, cached_tokens=1), "does not fit what happened")
+row("LIFE", [prompt(1), *STEP], change(StepRetired, step=7), "does not fit what happened")
 row("LIFE", [prompt(1)], stands(0, "preempted"), "request 0 is preempted, not running", None, 0)
 row("LIFE", [prompt(1)], stands(1, 2), "has 2 tokens, but it was given 1", None, 0)
 row("LIFE", [prompt(1)], shows(requests=lambda _: []), "live requests are [], but should be [0]")
@@ -268,7 +271,6 @@ row("EXCL", [prompt(1)], given(0), "reserved block 0 was given to request 0", 0,
 row("EXCL", [*IN_FLIGHT[:-1], prompt(1)], given(1), "step 0, in flight, for request 0 held", 1, 1)
 row("EXCL", [*FORKED, Grow(1)], change(BlockCopied, target=1), "and request 1 held it", 1, 1)
 row("EXCL", [*FORKED, Grow(1)], change(BlockCopied, source=1), "does not name there", 1, 1)
-row("EXCL", [*FORKED, Grow(1)], drop(BlockCopied), "has yet to write block 2, which", 2, 1)
 row("EXCL", [prompt(1), Launch()], item(tables=([5],)), "a table that names block 5", 5, 0)
 row("EXCL", [prompt(5), *STEP, Grow(0), Launch()], item(start=0), "which is findable", 1, 0)
 row("EXCL", [*FORKED, Grow(0), Launch()], item(start=0), "request 0 and request 1 hold it", 1, 0)
@@ -342,6 +344,24 @@ row("CAP", [*CACHED, Reset()], says(count=1), "reset: 1 blocks were evicted, but
 row("CAP", [prompt(1), Reset()], answers(DONE), "should have been refused (blocks_in_use)")
 row("CAP", [prompt(1), *STEP], says(count=2), "retire: 2 requests came back, but it should be 1")
 row("CAP", [prompt(4)], stands(3, (2,)), "4 tokens, which need 1 blocks of 4, but holds 2", None, 0)
+WHIM = Outcome("refused", None, 0)
+row(
+    "CAP",
+    [prompt(1)],
+    answers(Outcome("refused")),
+    "admit was refused, but it should have been done",
+)
+row(
+    "CAP",
+    [prompt(1), Grow(0)],
+    answers(WHIM),
+    "grow was refused, but it should have been done",
+    None,
+    0,
+)
+row("CAP", [prompt(1), Finish(0)], answers(WHIM), "finish was refused, but it should", None, 0)
+row("CAP", [prompt(1), Preempt(0)], answers(WHIM), "preempt was refused, but it should", None, 0)
+row("CAP", [*CACHED, Evict(1)], answers(SKIPPED), "evict was skipped, but it should")
 
 # ATOM: refused means unchanged
 row("ATOM", [prompt(33)], add(RequestAdmitted(0, 33, 0)), "but it changed state: 1 event(s)")

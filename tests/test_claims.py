@@ -19,11 +19,13 @@ from kvproof.invariants.checks import CHECKS
 from kvproof.invariants.events import Event
 from kvproof.invariants.operations import (
     KINDS,
+    Abort,
     Admit,
     Fork,
     Grow,
     Launch,
     Operation,
+    Reset,
     Retire,
     Segment,
 )
@@ -178,7 +180,7 @@ def test_a_subject_that_raises_is_a_finding() -> None:
     harness = Harness(EngineSubject(Configuration(), engine=RaisesOnGrow))
     (violation,) = harness.run([Admit((Segment(0, 4),)), Grow(0), Grow(0)])
     assert (violation.property, violation.op) == ("CRASH", 1)
-    assert violation.message == "grow raised KeyError: 'no such block'"
+    assert violation.message.startswith("grow raised KeyError: 'no such block' (test_claims.py:")
 
 
 def test_the_operation_to_blame_is_counted_over_all_operations() -> None:
@@ -278,3 +280,56 @@ def test_a_subject_may_report_any_kind_of_sequence() -> None:
         draw = draw_run(f"tuples/{number}", frozenset(KINDS))
         harness = Harness(TupleSubject(draw.configuration), audit_interval=1)
         assert list(harness.run(draw.operations)) == []
+
+
+class YoungestFirst(Engine):
+    """Serves the latest admitted request first."""
+
+    def launch(self, budget: int) -> Outcome:
+        self.running.reverse()
+        try:
+            return super().launch(budget)
+        finally:
+            self.running.reverse()
+
+
+def test_a_step_that_leaves_an_older_request_behind_is_seen() -> None:
+    run: list[Operation] = [Admit((Segment(0, 4),)), Admit((Segment(1, 4),)), Launch(4)]
+    assert list(Harness(EngineSubject(Configuration())).run(run)) == []
+    (violation, *_) = Harness(EngineSubject(Configuration(), engine=YoungestFirst)).run(run)
+    assert (violation.property, violation.request) == ("CAP", 0)
+
+
+class ReusesIdentities(Engine):
+    def _end(self, request: Request) -> None:
+        super()._end(request)
+        self._next_request = request.id
+
+
+def test_a_name_that_was_another_requests_is_seen() -> None:
+    run: list[Operation] = [Admit((Segment(0, 4),)), Abort(0), Admit((Segment(0, 4),))]
+    (violation, *_) = Harness(EngineSubject(Configuration(), engine=ReusesIdentities)).run(run)
+    assert violation.property == "LIFE"
+
+
+class AnswersNothing(EngineSubject):
+    def apply(self, operation: Operation) -> Any:
+        return None
+
+
+def test_an_answer_that_is_no_outcome_is_a_finding() -> None:
+    (violation,) = Harness(AnswersNothing(Configuration())).run([Reset()])
+    assert violation.property == "CRASH"
+    assert "answered by an Outcome" in violation.message
+
+
+class NoAbort(EngineSubject):
+    capabilities = frozenset(KINDS) - {"abort", "preempt", "resume"}
+
+
+def test_a_subject_without_abort_is_drained_by_finishing() -> None:
+    harness = Harness(NoAbort(Configuration()))
+    harness.run([Admit((Segment(0, 4),)), Admit((Segment(1, 4),))])
+    harness.drain([])
+    assert not harness.checker.books.requests
+    assert harness.checker.checked()["QUIES"] > 0

@@ -317,12 +317,57 @@ def test_a_subject_of_the_users_own_is_checked(tmp_path: Path) -> None:
     fields = printed(result)
     assert (result.returncode, fields["verdict"]) == (1, "fail")
     assert fields["subject"] == "mine:Broken"
-    again = kvproof("replay", fields["violations"][0]["case"], cwd=tmp_path)
-    assert again.returncode == 1
+    case = fields["violations"][0]["case"]
+    refused = kvproof("replay", case, cwd=tmp_path)  # a case may not import what it likes
+    assert refused.returncode == 2
+    assert "say --subject mine:Broken" in refused.stderr
+    assert kvproof("replay", case, "--subject", "mine:Broken", cwd=tmp_path).returncode == 1
     for name in ("mine:Absent", "absent:Broken"):
         refused = kvproof("check", "--subject", name, cwd=tmp_path)
         assert refused.returncode == 2
         assert f"kvproof: subject '{name}' cannot be imported" in refused.stderr
+
+
+def test_a_trace_of_which_nothing_finishes_is_unknown(tmp_path: Path) -> None:
+    result = kvproof("trace", "example-azure.csv", "--blocks", "1", "--json", cwd=tmp_path)
+    fields = printed(result)
+    assert (result.returncode, fields["verdict"], fields["finished"]) == (3, "unknown", 0)
+
+
+def test_places_that_cannot_be_written_are_refused_before_anything_is_done(
+    found: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, fields = found
+    case = str(folder / fields["violations"][0]["case"])
+    (tmp_path / "file").write_text("mine")
+    for arguments in (
+        ("check", "--out", "file"),
+        ("trace", "example-azure.csv", "--blocks", "512", "--out", "file"),
+        ("shrink", case, "--out", "absent/small.json"),
+        ("shrink", case, "--out", "."),
+        ("shrink", case, "--out", "/dev/null"),
+    ):
+        result = kvproof(*arguments, cwd=tmp_path)
+        assert result.returncode == 2, result.stderr
+        assert result.stderr.count("\n") == 1 or "using the" in result.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("Half = object\n", "TypeError"),
+        ("class Half:\n    def __init__(self, configuration): pass\n", "lacks name, semantics"),
+        ("class Half:\n    def __init__(self, configuration): raise OSError('no GPU')\n", "no GPU"),
+    ],
+)
+def test_what_is_no_subject_is_refused_in_one_line(body: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text(body)
+    result = kvproof("check", "--subject", "half:Half", cwd=tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_documented_keys_are_printed(found: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

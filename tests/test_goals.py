@@ -73,7 +73,7 @@ SCRIPTS: dict[str, tuple[int, Run, Run]] = {
     "aborted-in-flight": (8, [prompt(1), Launch(), Abort(0)], [prompt(1), *STEP, Abort(0)]),
     "preempted-in-flight": (8, [prompt(1), Launch(), Preempt(0)], [prompt(1), *STEP, Preempt(0)]),
     "aborted-preempted": (8, [prompt(1), Preempt(0), Abort(0)], [prompt(1), Abort(0)]),
-    "resumed-with-own-blocks": (
+    "resumed-with-a-hit": (
         8,
         [prompt(5), *STEP, Preempt(0), Resume(0)],
         [prompt(5), Preempt(0), Resume(0)],

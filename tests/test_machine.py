@@ -127,7 +127,7 @@ def test_finds_and_shrinks(
     assert all(str(path) in message for path in tmp_path.iterdir())
     assert load_case(tmp_path / f"{case_name(case)}.json") == case
 
-    monkeypatch.setattr("kvproof.fuzz.replay.subject_factory", lambda name: broken(engine))
+    monkeypatch.setattr("kvproof.fuzz.replay.subject_factory", lambda name, **_: broken(engine))
     again = replay(case)
     assert again.verdict == "fail"
     assert error.violation in again.violations
@@ -142,7 +142,7 @@ from kvproof.stateful_tests import subjects
 spec = importlib.util.spec_from_file_location("broken_engines", {here!r})
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-subjects.subject_factory = lambda name: module.broken(module.KeepsLastBlock)
+subjects.subject_factory = lambda name, **_: module.broken(module.KeepsLastBlock)
 """
 
 
@@ -260,8 +260,8 @@ def test_run_machine_draws_the_same_from_the_same_seed(monkeypatch: pytest.Monke
     assert cases[0] != cases[2]
     assert cases[0].seed == "machine 3/0"
 
-    monkeypatch.setattr("kvproof.fuzz.replay.subject_factory", lambda name: factory)
-    monkeypatch.setattr("kvproof.fuzz.shrink.subject_factory", lambda name: factory)
+    monkeypatch.setattr("kvproof.fuzz.replay.subject_factory", lambda name, **_: factory)
+    monkeypatch.setattr("kvproof.fuzz.shrink.subject_factory", lambda name, **_: factory)
     assert replay(cases[0]).verdict == "fail"
     shrunk = shrink(cases[0], replays_max=1000)
     assert shrunk is not None

@@ -17,7 +17,6 @@ from kvproof.invariants.prompts import (
     clip_media,
     prompt_length,
     prompt_tokens,
-    sampled_token,
     sampled_tokens,
 )
 from kvproof.invariants.tags import (
@@ -95,14 +94,14 @@ def test_prompts_are_new_arrays_that_their_owner_may_change() -> None:
 def test_equal_choices_sample_equal_tokens_however_many_at_once(
     choice: int, position: int, count: int
 ) -> None:
-    one_by_one = [sampled_token(choice, position + i) for i in range(count)]
+    one_by_one = [sampled_tokens(choice, position + i, 1)[0] for i in range(count)]
     assert sampled_tokens(choice, position, count) == one_by_one
     assert all(0 <= token < 1 << 32 for token in one_by_one)
 
 
 def test_different_choices_sample_different_tokens() -> None:
-    assert len({sampled_token(choice, 9) for choice in range(1000)}) == 1000
-    assert len({sampled_token(0, position) for position in range(1000)}) == 1000
+    assert len({sampled_tokens(choice, 9, 1)[0] for choice in range(1000)}) == 1000
+    assert len({sampled_tokens(0, position, 1)[0] for position in range(1000)}) == 1000
 
 
 def test_media_are_shown_by_placeholders_that_are_equal_for_all_items() -> None:

@@ -22,6 +22,7 @@ from kvproof.invariants.case import (
     save_case,
     source_of,
 )
+from kvproof.invariants.checks import CHECKS
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.goals import GOALS
 from kvproof.invariants.operations import (
@@ -43,6 +44,7 @@ from kvproof.invariants.operations import (
     Segment,
     kind_of,
 )
+from kvproof.invariants.property import Check
 from kvproof.invariants.subject import Configuration, Semantics, Subject
 from kvproof.invariants.verdict import Verdict, Violation, merge, primary
 from kvproof.stateful_tests.subjects.engine import EngineSubject
@@ -353,9 +355,21 @@ MET = {goal.id: 1 for goal in GOALS}
 def _judged(
     subject: Subject | None = None, *, failed: bool = False, **changes: Any
 ) -> tuple[Verdict, tuple[str, ...]]:
-    arguments: dict[str, Any] = {"operations": DONE, "goals": MET, **changes}
+    arguments: dict[str, Any] = {
+        "operations": DONE,
+        "goals": MET,
+        "checked": {check.id(): 1 for check in CHECKS},
+        **changes,
+    }
     judgement = judge(subject or EngineSubject(Configuration()), **arguments, failed=failed)
     return judgement.verdict, judgement.reasons
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.id())
+def test_a_property_that_was_never_put_to_the_test_makes_it_unknown(check: type[Check]) -> None:
+    checked = {other.id(): 1 for other in CHECKS if other is not check}
+    reason = f"property {check.id()} was never put to the test"
+    assert _judged(checked=checked) == ("unknown", (reason,))
 
 
 def test_a_search_that_met_everything_passes() -> None:

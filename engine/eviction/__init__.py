@@ -14,7 +14,8 @@ class EvictionPolicy(Protocol):
     The pool calls :meth:`insert` when the last reference to a findable block goes,
     :meth:`remove` when such a block is referenced again or loses its content by other means, and
     :meth:`victim` when an allocation finds no empty-free block.  A policy never touches blocks
-    or keys itself.  Every method should take constant or logarithmic time.
+    or keys itself.  Every method should take constant or logarithmic time.  A policy that raises
+    breaks its pool: there is no way back in the middle of an eviction.
     """
 
     def insert(self, block: int) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 
 import typer
 
 from kvproof.fuzz.cli import bench, check, faults, invariants, replay, trace
-from kvproof.fuzz.cli.output import EXIT_BAD_INPUT
+from kvproof.fuzz.cli.output import EXIT_BAD_INPUT, EXIT_CLOSED_PIPE, EXIT_UNKNOWN
 from kvproof.invariants.errors import InputError
 
 app = typer.Typer(
@@ -31,13 +32,18 @@ app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
-    """Entry point: bad input is one clear line and exit code 2, never a traceback."""
+    """Entry point: bad input is one clear line and exit code 2; a crash is never a verdict."""
     try:
         app()
-    except InputError as error:
+    except (InputError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            # The reader of our output went away, as `head` does: there is nobody to tell.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(EXIT_CLOSED_PIPE)
         print(f"kvproof: {error}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
-    except BrokenPipeError:
-        # The reader of our output went away, as `head` does: nothing to report to anybody.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+    except Exception as error:
+        # A mistake of kvproof's own must not look like a violation (1).
+        traceback.print_exc()
+        print(f"kvproof: internal error, please report it: {error!r}", file=sys.stderr)
+        sys.exit(EXIT_UNKNOWN)

@@ -20,6 +20,7 @@ from kvproof.fuzz.cli.output import (
     show_verdict,
     table,
     violation_fields,
+    writable_folder,
 )
 from kvproof.fuzz.verdicts import reachable_goals
 from kvproof.invariants.case import dump_case
@@ -38,7 +39,7 @@ def check(
             help=f"What to drive: {', '.join(SUBJECT_NAMES)}, or MODULE:CLASS of your own."
         ),
     ] = "engine",
-    seconds: Annotated[float, typer.Option(min=0.1, help="Time budget.")] = 30.0,
+    seconds: Annotated[float, typer.Option(min=0.1, max=31_536_000, help="Time budget.")] = 30.0,
     seed: SeedOption = None,
     out: Annotated[
         Path, typer.Option(help="Folder for what is found: case, pytest file and log.")
@@ -58,6 +59,7 @@ def check(
     """
     if fault is not None and subject != "engine":
         raise InputError("--fault plants its fault in the engine: it goes with --subject engine")
+    writable_folder(out)
     seed = fresh_seed(seed)
     with progress_bar(f"checking {subject}", seconds) as bar:
         report = check_subject(
@@ -134,7 +136,9 @@ def _show_finding(finding: Finding) -> None:
     for path in finding.files:
         console.print(f"  written: {path}", markup=False)
     if finding.files:
-        console.print(f"  replay:  kvproof replay {finding.files[0]} --log", markup=False)
+        subject = finding.case.subject
+        own = "" if subject in SUBJECT_NAMES else f" --subject {subject}"
+        console.print(f"  replay:  kvproof replay {finding.files[0]} --log{own}", markup=False)
 
 
 def _show_summary(report: Report) -> None:
@@ -154,8 +158,8 @@ def _show_summary(report: Report) -> None:
             console.print(f"  because {reason}", markup=False)
     if report.verdict == "pass":
         console.print(
-            "  No property was violated, every operation kind succeeded, and each situation that "
-            "is not rare was reached.\n"
+            "  No property was violated, every operation kind that the subject offers succeeded, "
+            "and each situation that is not rare was reached.\n"
             "  What the checks say: kvproof invariants.  That they can fail: "
             "kvproof check --fault no-copy-on-write"
         )

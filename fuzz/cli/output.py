@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
@@ -15,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvproof.invariants.errors import InputError
 from kvproof.invariants.verdict import Verdict, Violation
 
 SCHEMA = 1
@@ -22,6 +25,8 @@ SCHEMA = 1
 
 EXIT_CODES: dict[Verdict, int] = {"pass": 0, "fail": 1, "unknown": 3}
 EXIT_BAD_INPUT = 2
+EXIT_UNKNOWN = EXIT_CODES["unknown"]
+EXIT_CLOSED_PIPE = 141
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object for machines.")]
 SeedOption = Annotated[
@@ -34,7 +39,7 @@ SeedOption = Annotated[
 # A pipe or a log has no width of its own: wide enough for the tables, COLUMNS overrides it.
 _WIDTH = shutil.get_terminal_size(fallback=(130, 24)).columns
 
-console = Console(highlight=False, soft_wrap=True, width=_WIDTH)
+console = Console(highlight=False, soft_wrap=True, emoji=False, width=_WIDTH)
 stderr = Console(stderr=True, highlight=False)
 
 
@@ -47,6 +52,23 @@ def print_json(fields: Mapping[str, Any]) -> None:
     """One JSON object on standard output."""
     json.dump({"schema": SCHEMA, **fields}, sys.stdout, indent=1)
     print()
+
+
+def writable_folder(folder: Path) -> None:
+    """Raise InputError now if findings could not be written there later."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder}: is not a folder")
+    nearest = next(p for p in (folder, *folder.absolute().parents) if p.is_dir())
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise InputError(f"{folder}: cannot be written to")
+
+
+def writable_file(file: Path) -> None:
+    """Raise InputError now if the file could not be written later."""
+    if file.exists() and not file.is_file():
+        raise InputError(f"{file}: is there and is no regular file")
+    if not file.absolute().parent.is_dir():
+        raise InputError(f"{file}: its folder does not exist")
 
 
 def finish(verdict: Verdict) -> NoReturn:

@@ -14,6 +14,7 @@ from kvproof.fuzz.cli.output import (
     print_json,
     show_verdict,
     violation_fields,
+    writable_file,
 )
 from kvproof.fuzz.replay import Replay
 from kvproof.fuzz.replay import replay as replay_case
@@ -21,6 +22,10 @@ from kvproof.fuzz.shrink import shrink as shrink_case
 from kvproof.invariants.case import Case, dump_case, load_case, save_case
 from kvproof.invariants.story import explain
 
+SubjectOption = Annotated[
+    str | None,
+    typer.Option(help="Allow the case to import this subject of yours, MODULE:CLASS."),
+]
 CaseArgument = Annotated[Path, typer.Argument(help="A case file, as kvproof writes it.")]
 
 
@@ -29,14 +34,15 @@ def replay(
     log: Annotated[
         bool, typer.Option("--log", help="Print what each operation did, one line each.")
     ] = False,
+    subject: SubjectOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run a case again: same digest, same verdict, on any machine.
 
-    Example: [bold]kvproof replay kvproof-findings/CONS-1a2b3c4d.json[/]
+    Example: [bold]kvproof replay kvproof-findings/cons_1a2b3c4d.json --log[/]
     """
     case = load_case(case_file)
-    result = replay_case(case, record=True)
+    result = replay_case(case, record=True, imports=subject == case.subject)
     if as_json:
         print_json(
             {
@@ -48,6 +54,7 @@ def replay(
                     violation_fields(v, _explain(case, result, i), str(case_file))
                     for i, v in enumerate(result.violations)
                 ],
+                "violates": case.violates,
                 "problem": result.problem,
             }
         )
@@ -65,7 +72,9 @@ def replay(
         console.print(_explain(case, result, index), markup=False)
     show_verdict(result.verdict, f"{result.ops} operations, digest {result.digest}")
     if result.problem:
-        console.print(result.problem, markup=False)
+        console.print(f"  because {result.problem}", markup=False)
+    if case.violates and case.violates not in [v.property for v in result.violations]:
+        console.print(f"  The case was written for a violation of {case.violates}: not seen here.")
     finish(result.verdict)
 
 
@@ -78,20 +87,25 @@ def shrink(
     out: Annotated[
         Path | None, typer.Option(help="Where the shrunk case goes.", show_default="stdout")
     ] = None,
+    subject: SubjectOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a failing case as short as it gets.
 
     Example: [bold]kvproof shrink found.json --out small.json[/]
     """
+    if out is not None:
+        writable_file(out)
     case = load_case(case_file)
-    shrunk = shrink_case(case)
+    imports = subject == case.subject
+    shrunk = shrink_case(case, imports=imports)
     if shrunk is None:
+        verdict = replay_case(case, imports=imports).verdict
         if as_json:
-            print_json({"verdict": "pass", "subject": case.subject, "ops": len(case.operations)})
+            print_json({"verdict": verdict, "subject": case.subject, "ops": len(case.operations)})
         else:
-            show_verdict("pass", "the case violates nothing: there is nothing to shrink")
-        finish("pass")
+            show_verdict(verdict, "no violation was seen: there is nothing to shrink")
+        finish(verdict)
     if out is not None:
         save_case(shrunk.case, out)
     if as_json:

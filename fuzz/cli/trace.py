@@ -19,7 +19,9 @@ from kvproof.fuzz.cli.output import (
     print_json,
     progress_bar,
     show_verdict,
+    stderr,
     violation_fields,
+    writable_folder,
 )
 from kvproof.fuzz.replay import replay
 from kvproof.fuzz.shrink import shrink
@@ -32,7 +34,7 @@ from kvproof.invariants.case import Case
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.story import explain
 from kvproof.invariants.subject import Configuration
-from kvproof.invariants.verdict import Verdict
+from kvproof.invariants.verdict import Verdict, merge
 from kvproof.stateful_tests.export import write_finding
 
 _SHRUNK_UP_TO = 20_000
@@ -75,6 +77,7 @@ def trace(
         run_ahead=1,
         kv_bytes_per_token=kv_bytes_per_token,
     )
+    writable_folder(out)
     requests = read_trace(_example(file))
     run = TraceRun(requests, configuration, budget_tokens=budget, cache_dtype=cache_dtype)
     with progress_bar(f"replaying {file.name}", len(requests)) as bar, _watch(run, bar):
@@ -91,7 +94,10 @@ def trace(
 def _example(file: Path) -> Path:
     """A file that is not there, but ships with kvproof under that name, is that one."""
     shipped = Path(__file__).parent.parent / "traces" / "data" / file.name
-    return shipped if not file.exists() and shipped.exists() else file
+    if file.exists() or file != Path(file.name) or not shipped.exists():
+        return file
+    stderr.print(f"using the {file.name} that ships with kvproof", highlight=False)
+    return shipped
 
 
 def _blocks(
@@ -127,9 +133,18 @@ def _watch(run: TraceRun, bar: Bar) -> Iterator[None]:
 
 
 def _verdict(checked: CheckedTrace) -> Verdict:
-    if checked.violations:
-        return "fail"
-    return "unknown" if checked.problem or checked.result.stopped else "pass"
+    return merge(
+        "fail" if checked.violations else "pass", "unknown" if _reasons(checked) else "pass"
+    )
+
+
+def _reasons(checked: CheckedTrace) -> list[str]:
+    """Why the verdict is unknown."""
+    result = checked.result
+    reasons = [reason for reason in (checked.problem, result.stopped) if reason]
+    if not result.finished:
+        reasons.append(f"none of the {result.requests} requests finished: nothing was shown")
+    return reasons
 
 
 class _Told(msgspec.Struct, frozen=True):
@@ -166,7 +181,7 @@ def _fields(checked: CheckedTrace, verdict: Verdict, told: _Told | None) -> dict
     ]
     return {
         "verdict": verdict,
-        "reasons": [r for r in (checked.problem, checked.result.stopped) if r],
+        "reasons": _reasons(checked),
         "subject": "engine",
         "seed": None,
         "ops": checked.ops,
@@ -183,6 +198,13 @@ def _fields(checked: CheckedTrace, verdict: Verdict, told: _Told | None) -> dict
 
 def _show(checked: CheckedTrace, verdict: Verdict, told: _Told | None) -> None:
     console.print(result_tables(checked.result))
+    cost = checked.result.cost
+    console.print(
+        f"Times are virtual, by an assumed cost model: a step takes {cost.step_ns / 1e6:g} ms, and "
+        f"{cost.prefill_token_ns / 1e3:g} µs per prompt token, {cost.decode_sequence_ns / 1e3:g} "
+        f"µs per decoding sequence, {cost.kv_token_read_ns} ns per cached token read. Cached "
+        "tokens count shared blocks once per request."
+    )
     for reason, count in checked.result.rejections.items():
         console.print(f"{count} requests were rejected: {reason}")
     checks = sum(checked.checked.values())
@@ -192,9 +214,9 @@ def _show(checked: CheckedTrace, verdict: Verdict, told: _Told | None) -> None:
             console.print(f"  written: {path}", markup=False)
     show_verdict(
         verdict,
+        f"{checked.result.finished} of {checked.result.requests} requests finished; "
         f"{checked.ops:,} operations checked ({checks:,} checks) in {checked.seconds:.1f} s; "
         f"policy {POLICY}",
     )
-    for why in (checked.problem, checked.result.stopped):
-        if why:
-            console.print(f"  because {why}", markup=False)
+    for why in _reasons(checked) if verdict == "unknown" else ():
+        console.print(f"  because {why}", markup=False)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvproof.invariants.books import RequestModel
-from kvproof.invariants.operations import Operation
+from kvproof.invariants.operations import Admit, Operation, Resume
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim
 from kvproof.invariants.view import Standing
@@ -54,9 +54,8 @@ class Atom(Check):
             request = books.requests[outcome.request]
             self._refused.add(request.id)
             books.touched_requests[request.id] = request
-        if outcome.reason is not None:
+        if outcome.status == "refused" and isinstance(operation, Admit | Resume):
             self._hits += books.predicted_hits
-            books.predicted_hits = []
 
     def judge_standing(self, request: RequestModel, actual: Standing, expected: Standing) -> None:
         if request.id in self._refused:

@@ -1,6 +1,6 @@
 """CAP: an operation is done exactly when it fits, with exactly the blocks and hits it should.
 
-Verifies: each refusal and each success of admit, resume, grow, fork, launch, evict and reset
+Verifies: each refusal and each success of every operation
 against a prediction from the books; that a prefix hit is the longest findable one and never
 covers the last token; that a request holds ceil(tokens / block size) blocks, no more; that a
 step computes as many tokens as its budget and the pending tokens allow.
@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from kvproof.invariants.books import GroupBooks, RequestModel
 from kvproof.invariants.operations import (
+    Abort,
     Admit,
     Evict,
+    Finish,
     Fork,
     Grow,
     Launch,
     Operation,
+    Preempt,
     Reset,
     Resume,
     Retire,
@@ -28,6 +31,7 @@ from kvproof.invariants.outcomes import (
     LARGER_THAN_POOL,
     NO_FREE_BLOCKS,
     NOT_COMPUTED,
+    NOT_LAUNCHED,
     NOTHING_TO_RUN,
     RUN_AHEAD_LIMIT,
     TOO_MANY_REQUESTS,
@@ -64,12 +68,21 @@ class Cap(Check):
             "left to compute.",
             "bugs B153, B154, B166; survey R05, R06, D09",
         ),
+        Claim(
+            "A long request goes on whatever others do: a step serves the oldest first.",
+            "chapter, continuous batching: long request continues; survey E11, Q12",
+        ),
         Claim("A request that can never fit is refused as such.", "bug B134; survey K17"),
     )
     positive_control = "boundary-block-too-early"
+    concludes_on = (Launch,)
+    concludes_when = ("done",)
 
     def expecting(self, kind: type[Operation]) -> OperationHandler | None:
         handlers: dict[type[Operation], OperationHandler] = {
+            Finish: self._end,
+            Abort: self._end,
+            Preempt: self._end,
             Fork: self._fork,
             Launch: self._launch,
             Reset: self._reset,
@@ -93,7 +106,7 @@ class Cap(Check):
         self, operation: Operation, outcome: Outcome, reason: str | None, figure: int = 0
     ) -> None:
         """Compare the answer with the prediction: why refused, or which figure."""
-        if outcome.reason != reason:
+        if outcome.reason != reason or (outcome.status == "done") != (reason is None):
             self._wrong_answer(operation, outcome, reason)
         elif reason is None:
             actual = outcome.cached_tokens or outcome.count
@@ -102,7 +115,7 @@ class Cap(Check):
 
     def _wrong_answer(self, operation: Operation, outcome: Outcome, reason: str | None) -> None:
         name = type(operation).__name__.lower()
-        did = f"refused ({outcome.reason})" if outcome.reason else "done"
+        did = outcome.status + (f" ({outcome.reason})" if outcome.reason else "")
         should = f"refused ({reason})" if reason else "done"
         free = ", ".join(str(g.usable - g.referenced) for g in self.books.groups)
         self.fail(
@@ -187,8 +200,17 @@ class Cap(Check):
                 take += 1  # copy-on-write
             if take > group.usable - group.referenced:
                 reason = NO_FREE_BLOCKS
-        if outcome.reason != reason:
+        if outcome.reason != reason or (outcome.status == "done") != (reason is None):
             self._wrong_answer(operation, outcome, reason)
+
+    def _end(self, operation: Operation, outcome: Outcome) -> None:
+        """Finish, abort, preempt: always, unless steps have still to compute the request."""
+        request = self._known(outcome.request)
+        if request is None:
+            return
+        pending = request.running and request.computed < len(request.tags)
+        may_not = pending and not self.semantics.fences_releases
+        self._judge(operation, outcome, NOT_LAUNCHED if may_not else None)
 
     def _fork(self, operation: Fork, outcome: Outcome) -> None:
         request = self._known(outcome.request)
@@ -235,7 +257,25 @@ class Cap(Check):
     def _known(self, number: int | None) -> RequestModel | None:
         return None if number is None else self.books.requests.get(number)
 
-    # -- what done operations left ------------------------------------------------------------
+    # -- what done operations did -------------------------------------------------------------
+
+    def conclude(self, operation: Operation, outcome: Outcome) -> None:
+        """A launch serves the oldest first: only its last request may be left unfinished."""
+        step = self.books.steps[-1] if self.books.steps else None
+        if step is None or not step.items or not self.semantics.oldest_first:
+            return
+        last = step.items[-1][1]
+        for request in self.books.running:
+            if request is last:
+                return
+            if request.scheduled < len(request.tags):
+                self.fail(
+                    f"step {step.number} leaves {len(request.tags) - request.scheduled} tokens "
+                    f"of request {request.id} uncomputed, but serves request {last.id}, which "
+                    "was admitted later",
+                    request=request.id,
+                )
+                return
 
     def judge_standing(self, request: RequestModel, actual: Standing, expected: Standing) -> None:
         if not request.running or actual[3] == expected[3]:

@@ -1,9 +1,9 @@
 """CONS: no block is lost, invented or counted twice.
 
-Verifies: after operations, that the free count the subject reports and the blocks that
-tables and fences hold add up to the pool, per group; in an audit, that the free blocks are as
-many as the count says, without repetition, none reserved, and that each usable block is either
-free or referenced.
+Verifies: after each operation that was not skipped, that the free count the subject reports and
+the blocks that tables and fences hold add up to the pool, per group; in an audit, that the free
+blocks are as many as the count says, without repetition, none reserved, and that each usable
+block is either free or referenced.
 
 Does not verify: who holds a referenced block (REF, EXCL); that a free block is ever used again
 (no statement about liveness is made at this level).
@@ -11,6 +11,8 @@ Does not verify: who holds a referenced block (REF, EXCL); that a free block is 
 
 from __future__ import annotations
 
+from kvproof.invariants.operations import Operation
+from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim
 
 
@@ -36,8 +38,9 @@ class Cons(Check):
         ),
     )
     positive_control = "counter-drifts"
+    concludes_when = ("done", "refused")
 
-    def settle(self) -> None:
+    def conclude(self, operation: Operation, outcome: Outcome) -> None:
         for group in self.groups:
             free = self.view.free_count(group.group)
             if free + group.referenced != group.usable:

@@ -2,7 +2,8 @@
 
 Verifies: that an operation is applied to the candidate that it names, and is skipped only when
 there is none; that identities are new; that a request's state and tokens are those of its
-operations; that events speak of live requests only; in an audit, that exactly the expected
+operations; that events speak of requests and steps that there are, and of the next rows of
+tables; in an audit, that exactly the expected
 requests are live, with the expected tables and steps.
 
 Does not verify: arrival and waiting queues (the scheduler's level); when a request should end.
@@ -10,9 +11,18 @@ Does not verify: arrival and waiting queues (the scheduler's level); when a requ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvproof.invariants.books import RequestModel
+from kvproof.invariants.events import (
+    Event,
+    RequestAborted,
+    RequestAdmitted,
+    RequestFinished,
+    RequestGrown,
+    RequestPreempted,
+    RequestResumed,
+)
 from kvproof.invariants.operations import (
     Abort,
     Admit,
@@ -25,7 +35,7 @@ from kvproof.invariants.operations import (
     Retire,
 )
 from kvproof.invariants.outcomes import Outcome
-from kvproof.invariants.property import Check, Claim, OperationHandler
+from kvproof.invariants.property import Check, Claim, EventHandler, OperationHandler
 from kvproof.invariants.view import Standing
 
 
@@ -60,7 +70,7 @@ class Life(Check):
 
     def _admitted(self, operation: Admit, outcome: Outcome) -> None:
         number = outcome.request
-        if outcome.status == "done" and (number is None or number in self.books.requests):
+        if outcome.status == "done" and (number is None or number in self.books.identities):
             self._taken(number)
 
     def _retired(self, operation: Retire, outcome: Outcome) -> None:
@@ -106,16 +116,40 @@ class Life(Check):
                 request=outcome.request,
             )
         for child in outcome.children:
-            if child in self.books.requests:
+            if child in self.books.identities:
                 self._taken(child)
 
     def _taken(self, number: int | None) -> None:
-        self.fail(f"a new request is called {number}", request=number)
+        self.fail(
+            f"a new request is called {number}, which is no name or was another's", request=number
+        )
+
+    def before_event(self) -> Mapping[type[Event], EventHandler]:
+        return {
+            RequestAdmitted: self._told_admission,
+            RequestResumed: self._told,
+            RequestGrown: self._told,
+            RequestPreempted: self._told,
+            RequestFinished: self._told,
+            RequestAborted: self._told,
+        }
+
+    def _told(self, event: RequestGrown) -> None:
+        if event.request not in self.books.known:
+            self.books.strays.append(event)
+
+    def _told_admission(self, event: RequestAdmitted) -> None:
+        request = self.books.known.get(event.request)
+        if request is None or (event.input_tokens, event.cached_tokens) != (
+            request.input_tokens,
+            request.cached_tokens,
+        ):
+            self.books.strays.append(event)
 
     def settle(self) -> None:
         if self.books.strays:
             event = self.books.strays.pop()
-            self.fail(f"an event speaks of a request that is not live: {event}")
+            self.fail(f"an event does not fit what happened before: {event}")
 
     def judge_standing(self, request: RequestModel, actual: Standing, expected: Standing) -> None:
         if actual[0] != expected[0]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from kvproof.invariants.books import RequestModel
 from kvproof.invariants.property import Check, Claim
+from kvproof.invariants.subject import Semantics
 
 
 class Met(Check):
@@ -34,9 +35,15 @@ class Met(Check):
         ),
     )
     positive_control = "hits-counted-again-on-resume"
+    counts_itself = True
+
+    @classmethod
+    def promised(cls, semantics: Semantics) -> bool:
+        return bool(semantics.exports or semantics.exports_per_request)
 
     def audit(self) -> None:
         semantics = self.semantics
+        self.checked += self.promised(semantics)
         if semantics.exports:
             self._compare(self.view.metrics(), self._expected(), semantics.exports)
         if semantics.exports_per_request:

@@ -22,6 +22,7 @@ from kvproof.invariants.events import (
     Event,
 )
 from kvproof.invariants.property import Check, Claim, EventHandler
+from kvproof.invariants.subject import Semantics
 
 
 class Order(Check):
@@ -43,6 +44,11 @@ class Order(Check):
         ),
     )
     positive_control = "evicts-the-hottest"
+    counts_itself = True
+
+    @classmethod
+    def promised(cls, semantics: Semantics) -> bool:
+        return semantics.eviction_order == "lru" or semantics.release_order == "tail_first"
 
     def before_event(self) -> Mapping[type[Event], EventHandler]:
         handlers: dict[type[Event], EventHandler] = {}

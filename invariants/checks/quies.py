@@ -24,12 +24,14 @@ class Quies(Check):
         ),
     )
     positive_control = "finish-forgets-its-table"
+    counts_itself = True
     concludes_on = (Finish, Abort, Retire)
     concludes_when = ("done",)
 
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
         if self.books.requests or self.books.steps:
             return
+        self.checked += 1
         for group in self.books.groups:
             if self.view.free_count(group.group) == group.usable and not group.referenced:
                 continue

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 from kvproof.invariants.errors import InputError
+from kvproof.invariants.operations import KINDS
 from kvproof.invariants.subject import Configuration, Subject
 
 SubjectFactory = Callable[[Configuration], Subject]
@@ -33,17 +34,24 @@ _SUBJECTS: dict[str, Callable[[], SubjectFactory]] = {
 SUBJECT_NAMES = tuple(_SUBJECTS)
 
 
-def subject_factory(name: str) -> SubjectFactory:
+def subject_factory(name: str, *, imports: bool = True) -> SubjectFactory:
     """The subject of that name, or the class that ``MODULE:CLASS`` names.
 
-    Raises InputError if there is none, or if it is not installed.
+    With ``imports=False`` only names of kvproof's own are known: a case file that somebody sends
+    must not run code of its choice.  Raises InputError if there is no such subject, or if it is
+    not installed.
     """
     if name in _SUBJECTS:
         return _SUBJECTS[name]()
     module, _, attribute = name.partition(":")
-    if not attribute:
+    if not module or not attribute:
         known = ", ".join(_SUBJECTS)
         raise InputError(f"unknown subject {name!r}; there are {known}, or MODULE:CLASS of yours")
+    if not imports:
+        raise InputError(
+            f"the case is of subject {name!r}, which is no part of kvproof: say --subject {name} "
+            "to import it"
+        )
     return _imported(module, attribute, name)
 
 
@@ -51,10 +59,27 @@ def _imported(module: str, attribute: str, name: str) -> SubjectFactory:
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python -m` does: a user's module beside where he stands
     try:
-        factory = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"subject {name!r} cannot be imported: {error}") from None
-    if not callable(factory):
-        raise InputError(f"subject {name!r} is not a class or a function that builds a subject")
-    made: SubjectFactory = factory
-    return made
+        factory: SubjectFactory = getattr(importlib.import_module(module), attribute)
+        subject = factory(Configuration())
+    except Exception as error:  # whatever the user's module does when imported or called
+        raise InputError(
+            f"subject {name!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from None
+    lacking = [member for member in _MEMBERS if not hasattr(subject, member)]
+    if lacking:
+        raise InputError(f"subject {name!r} lacks {', '.join(lacking)}: see Subject")
+    unknown = set(subject.capabilities) - set(KINDS)
+    if unknown:
+        raise InputError(f"subject {name!r} has unknown capabilities: {', '.join(unknown)}")
+    return factory
+
+
+_MEMBERS = (
+    "name",
+    "semantics",
+    "configuration",
+    "capabilities",
+    "apply",
+    "drain_events",
+    "view",
+)
