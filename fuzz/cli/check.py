@@ -104,7 +104,11 @@ def _show(report: Report, goals: tuple[Goal, ...]) -> None:
     table("Operations", ("kind", "done", "refused", "skipped"), rows)
     if report.finding is None:  # a run that ended early at a violation has missed a lot
         _show_goals(report, goals)
-    checked = "  ".join(f"{name} {count:,}" for name, count in total.checked.items())
+    missing = " (not promised)" if report.verdict == "pass" else ""
+    counts = [
+        f"{name} {count:,}{'' if count else missing}" for name, count in total.checked.items()
+    ]
+    checked = "  ".join(counts)
     console.print(f"[bold]Checks made[/]  {checked}", markup=True)
     if report.finding is not None:
         _show_finding(report.finding)
