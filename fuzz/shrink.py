@@ -32,6 +32,8 @@ from kvproof.invariants.verdict import Violation, primary
 from kvproof.stateful_tests.subjects import subject_factory
 
 REPLAYS_MAX = 6000
+_SHORT = 8
+"""A longer result is searched for once more, the other way round."""
 _PAIRS_UP_TO = 24
 """Deleting two operations at once is tried in cases up to this length."""
 
@@ -65,13 +67,15 @@ def shrink(case: Case, *, replays_max: int = REPLAYS_MAX, imports: bool = True) 
                 return None
             return replace(candidate, operations=list(result[0])), same
 
-        search = _Search(
-            replace(case, operations=list(operations), violates=wanted),
-            violation,
-            attempt,
-            replays_max,
-        )
+        start = replace(case, operations=list(operations), violates=wanted)
+        search = _Search(start, violation, attempt, replays_max)
         search.run()
+        if len(search.case.operations) > _SHORT:
+            # Perhaps a dead end: what is deleted first decides where the search gets to.
+            again = _Search(start, violation, attempt, replays_max)
+            again.run(backwards=True)
+            again.replays += search.replays
+            search = min(again, search, key=lambda found: _size(found.case))
     return Shrunk(search.case, search.violation, search.replays)
 
 
@@ -94,7 +98,8 @@ class _Search:
         self._attempt = attempt
         self._replays_max = replays_max
 
-    def run(self) -> None:
+    def run(self, *, backwards: bool = False) -> None:
+        """Make all passes, in this order or backwards, until none helps any more."""
         passes = (
             self._drop_features,
             self._delete_chunks,
@@ -109,7 +114,7 @@ class _Search:
         size = None
         while size != self._size() and self.replays < self._replays_max:
             size = self._size()
-            for shrink_pass in passes:
+            for shrink_pass in reversed(passes) if backwards else passes:
                 shrink_pass()
 
     def _size(self) -> tuple[int, int, str]:
@@ -219,17 +224,16 @@ class _Search:
         return False
 
     def _substitute(self) -> None:
-        """One or two operations become one plain one: a detour's purpose, got directly."""
+        """A few operations become one or two plain ones: a detour's purpose, got directly."""
         if len(self.case.operations) > _PAIRS_UP_TO:
             return
-        for width in (2, 1):
+        for width in range(8, 0, -1):
             start = 0
             while start + width <= len(self.case.operations):
                 operations = self.case.operations
+                before, after = operations[:start], operations[start + width :]
                 for plain in _PLAIN:
-                    if self._try(
-                        operations=[*operations[:start], plain, *operations[start + width :]]
-                    ):
+                    if len(plain) <= width and self._try(operations=[*before, *plain, *after]):
                         break
                 start += 1
 
@@ -246,7 +250,16 @@ class _Search:
             second = min(second, len(self.case.operations)) - 1
 
 
-_PLAIN: tuple[AnyOperation, ...] = (Finish(0), Abort(0), Launch(), Retire(), Evict())
+_PLAIN: tuple[tuple[AnyOperation, ...], ...] = (
+    (Finish(0),),
+    (Abort(0),),
+    (Launch(),),
+    (Retire(),),
+    (Evict(),),
+    (Launch(), Retire()),
+    (Finish(0), Evict()),
+    (Abort(0), Evict()),
+)
 
 
 def _size(case: Case) -> tuple[int, int, str]:
