@@ -63,7 +63,7 @@ def test_help_shows_an_example(command: str) -> None:
 
 
 def test_check_passes_and_says_what_it_did(tmp_path: Path) -> None:
-    result = kvproof("check", "--seconds", "6", "--seed", "3", "--json", cwd=tmp_path)
+    result = kvproof("check", "--seconds", "10", "--seed", "3", "--json", cwd=tmp_path)
     fields = printed(result)
     assert (result.returncode, fields["verdict"], fields["reasons"]) == (0, "pass", [])
     assert fields["seed"] == "3"
