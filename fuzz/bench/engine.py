@@ -20,7 +20,6 @@ from kvproof.stateful_tests.harness import Harness
 from kvproof.stateful_tests.subjects.engine import EngineSubject
 
 SMALL_RUNS = 300
-LARGE_RUNS = 400
 SMALL_POOL, LARGE_POOL = 1_000, 1_000_000
 
 
