@@ -49,10 +49,6 @@ class MachineSpeed(Struct, frozen=True):
     def steps_per_second(self) -> float:
         return self.steps / self.seconds
 
-    @property
-    def idle_steps_per_second(self) -> float:
-        return self.steps / self.idle_seconds
-
 
 class MachineBench(Struct, frozen=True):
     """All that ``kvproof bench machine`` measures."""
