@@ -24,6 +24,7 @@ from kvproof.engine.arithmetic import (
     hit_tokens,
 )
 from kvproof.engine.eviction import EvictionPolicyFactory, LeastRecentlyUsed
+from kvproof.engine.host import HostPool
 from kvproof.engine.metrics import Counters
 from kvproof.engine.pool import BlockPool
 from kvproof.engine.request import Request
@@ -35,7 +36,10 @@ from kvproof.invariants.events import (
     BlocksReleased,
     BlocksReused,
     BlocksShared,
+    BlocksSwappedIn,
+    BlocksSwappedOut,
     Event,
+    HostBlocksReleased,
     ReleaseFenced,
     RequestAborted,
     RequestAdmitted,
@@ -44,6 +48,7 @@ from kvproof.invariants.events import (
     RequestGrown,
     RequestPreempted,
     RequestResumed,
+    RequestsDecoded,
     StepItem,
     StepLaunched,
     StepRetired,
@@ -51,8 +56,10 @@ from kvproof.invariants.events import (
 from kvproof.invariants.operations import Media
 from kvproof.invariants.outcomes import (
     BLOCKS_IN_USE,
+    IN_FLIGHT,
     LARGER_THAN_POOL,
     NO_FREE_BLOCKS,
+    NO_HOST_BLOCKS,
     NOT_COMPUTED,
     NOTHING_TO_RUN,
     RUN_AHEAD_LIMIT,
@@ -80,6 +87,7 @@ class Engine:
             BlockPool(configuration.blocks, group, eviction(), self.events)
             for group in range(groups)
         ]
+        self.host_pools = [HostPool(configuration.host_blocks) for _ in range(groups)]
         self.requests: dict[int, Request] = {}
         """Live requests by id; ids count admissions and forks."""
         self.running: list[Request] = []
@@ -93,24 +101,22 @@ class Engine:
 
     # -- admission ---------------------------------------------------------------------------
 
-    def admit(
+    def prepare(
         self,
         prompt: array[int],
         *,
         salt: int = 0,
         adapter: int = 0,
         media: tuple[Media, ...] = (),
-    ) -> Outcome:
-        """Take in a request with blocks for its whole prompt, reusing the longest cached prefix.
+    ) -> Request:
+        """A request that may be admitted: so its keys are computed once, however often it waits.
 
-        The engine keeps ``prompt`` and will append to it.
-        Refused with ``too_many_requests``, ``larger_than_pool`` or ``no_free_blocks``.
-        Raises ValueError if the prompt is empty.
+        The engine keeps ``prompt`` and will append to it.  Raises ValueError if it is empty.
         """
         if not prompt:
             raise ValueError("a prompt has at least one token")
-        request = Request(
-            self._next_request,
+        return Request(
+            -1,
             prompt,
             groups=len(self.pools),
             block_size=self.configuration.block_size,
@@ -118,6 +124,31 @@ class Engine:
             adapter=adapter,
             media=media,
         )
+
+    def admit(
+        self,
+        prompt: array[int],
+        *,
+        salt: int = 0,
+        adapter: int = 0,
+        media: tuple[Media, ...] = (),
+        slots: int = 0,
+    ) -> Outcome:
+        """Take in a request with blocks for its prompt, reusing the longest cached prefix.
+
+        As many positions get blocks as ``slots`` says, or the prompt has (0).  The engine keeps
+        ``prompt`` and will append to it.
+        Refused with ``too_many_requests``, ``larger_than_pool`` or ``no_free_blocks``.
+        Raises ValueError if the prompt is empty.
+        """
+        return self.admit_prepared(
+            self.prepare(prompt, salt=salt, adapter=adapter, media=media), slots
+        )
+
+    def admit_prepared(self, request: Request, slots: int = 0) -> Outcome:
+        """As :meth:`admit`, for a request from :meth:`prepare`."""
+        request.wanted_slots = slots
+        request.id = self._next_request
         refusal = self._place(request)
         if refusal:
             return Outcome("refused", refusal)
@@ -132,14 +163,16 @@ class Engine:
         self.events.append(RequestAdmitted(request.id, request.input_tokens, request.computed))
         return Outcome("done", None, request.id, request.computed)
 
-    def resume(self, request: Request) -> Outcome:
+    def resume(self, request: Request, slots: int = 0) -> Outcome:
         """Take in a preempted request again: all its tokens are the prompt.
 
+        A swapped one gets its computed tokens back from the host.
         Refused as :meth:`admit`.  Raises ValueError if the request is not preempted.
         """
         if request not in self.preempted:
             raise ValueError(f"request {request.id} is not preempted")
-        refusal = self._place(request)
+        request.wanted_slots = slots
+        refusal = self._place_swapped(request) if request.swapped else self._place(request)
         if refusal:
             return Outcome("refused", refusal, request.id)
         self.preempted.remove(request)
@@ -149,13 +182,14 @@ class Engine:
 
     def _place(self, request: Request) -> str | None:
         """Give the request its blocks, or say why not and change nothing."""
-        needed = blocks_needed(len(request.tokens), request.block_size)
+        needed = blocks_needed(request.wanted_slots or len(request.tokens), request.block_size)
         if len(self.running) >= self.configuration.requests:
             return TOO_MANY_REQUESTS
         if needed > self.configuration.blocks:
             return LARGER_THAN_POOL
         matches = self._lookup(request)
         reused = len(matches[0])
+        needed = max(needed, reused)
         for pool in self.pools:
             # A hit on a cached-free block takes from the free ones too (bug B145).
             revived = pool.count_unreferenced(matches[pool.group])
@@ -170,6 +204,31 @@ class Engine:
         request.computed = request.scheduled = reused * request.block_size
         request.published = reused
         return None
+
+    def _place_swapped(self, request: Request) -> str | None:
+        """Give a swapped request blocks and its bytes, or say why not and change nothing."""
+        needed = blocks_needed(request.wanted_slots or len(request.tokens), request.block_size)
+        needed = max(needed, len(request.host_tables[0]))
+        if len(self.running) >= self.configuration.requests:
+            return TOO_MANY_REQUESTS
+        if needed > self.configuration.blocks:
+            return LARGER_THAN_POOL
+        if any(needed > pool.free_count for pool in self.pools):
+            return NO_FREE_BLOCKS
+        for pool in self.pools:
+            self._allocate(pool, request, needed)
+            self._swap_in(pool, request)
+        request.host_tables = []
+        request.swapped = False
+        request.running = True
+        return None
+
+    def _swap_in(self, pool: BlockPool, request: Request) -> None:
+        source = request.host_tables[pool.group]
+        target = request.tables[pool.group][: len(source)]
+        self.events.append(BlocksSwappedIn(pool.group, request.id, source, target))
+        self.host_pools[pool.group].release(source)
+        self.counters.blocks_promoted += len(source)
 
     def _lookup(self, request: Request) -> list[list[int]]:
         """Per group, the blocks of the longest cached prefix; never the last token's block."""
@@ -197,6 +256,42 @@ class Engine:
             self.events.append(BlocksAllocated(pool.group, request.id, len(table), blocks))
             table.extend(blocks)
 
+    def blocks_to_admit(self, request: Request, slots: int) -> tuple[int, int]:
+        """Free blocks that giving ``slots`` positions to a request takes, and its cached tokens.
+
+        For a request that is prepared or preempted, as :meth:`_place` would do it now; or for a
+        running one, which has no hit any more.  The most of any group.
+        """
+        needed = blocks_needed(slots, request.block_size)
+        if request.running:
+            return max(0, needed - len(request.tables[0])), 0
+        if request.swapped:
+            return max(needed, len(request.host_tables[0])), request.computed
+        matches = self._lookup(request)
+        reused = len(matches[0])
+        revived = max(pool.count_unreferenced(matches[pool.group]) for pool in self.pools)
+        return max(0, needed - reused) + revived, reused * request.block_size
+
+    def blocks_to_grow(self, request: Request, slots: int) -> int:
+        """Free blocks that a running request takes to have its first ``slots`` positions written.
+
+        A copy-on-write of its last block included.  The most of any group.
+        """
+        more = slots - len(request.tokens)
+        if more > 0:
+            return max([self._needs(pool, request, more)[1] for pool in self.pools])
+        needed = blocks_needed(slots, request.block_size)
+        return max(0, needed - min(map(len, request.tables)))
+
+    def blocks_freed(self, request: Request) -> int:
+        """Blocks that are free at once if this running request gives its table back.
+
+        The fewest of any group.
+        """
+        if request.steps_in_flight:
+            return 0
+        return min([pool.count_sole(request.tables[pool.group]) for pool in self.pools])
+
     # -- growth and fork -----------------------------------------------------------------------
 
     def grow(self, request: Request, tokens: Sequence[int]) -> Outcome:
@@ -205,39 +300,93 @@ class Engine:
         Refused with ``no_free_blocks``.  Raises ValueError if the request is not running.
         """
         _must_run(request)
-        size = request.block_size
-        length = len(request.tokens)
-        new_length = length + len(tokens)
         plans = []
         for pool in self.pools:
-            table = request.tables[pool.group]
-            copy = copy_needed(length, size, pool.ref_counts[table[-1]])
-            take = blocks_to_take(length, new_length, size, len(table), copy)
+            copy, take = self._needs(pool, request, len(tokens))
             if take > pool.free_count:
                 return Outcome("refused", NO_FREE_BLOCKS, request.id)
             if take:
                 plans.append((pool, copy, take))
         for pool, copy, take in plans:
             if copy:
-                self._copy_on_write(pool, request, length % size)
+                self._copy_on_write(pool, request, len(request.tokens) % request.block_size)
             self._allocate(pool, request, take - copy)
         request.tokens.extend(tokens)
         self.events.append(RequestGrown(request.id, len(tokens)))
         return Outcome("done", None, request.id)
 
+    def _needs(self, pool: BlockPool, request: Request, tokens: int) -> tuple[bool, int]:
+        """Whether growth has to copy the block that it writes into, and how many blocks it takes."""
+        size, table = request.block_size, request.tables[pool.group]
+        length = len(request.tokens)
+        covered = min(length, len(table) * size)
+        partial = covered % size > 0
+        refs = pool.ref_counts[table[covered // size]] if partial else 0
+        copy = copy_needed(covered, size, refs)
+        return copy, blocks_to_take(covered, length + tokens, size, len(table), copy)
+
+    def decode(self, requests: Sequence[Request], tokens: Sequence[int]) -> Outcome:
+        """Append one token to each of several different requests: to all of them, or to none.
+
+        Refused with ``no_free_blocks`` if their growths, each judged by itself, take more blocks
+        than are free.  Raises ValueError if one of them is not running.
+        """
+        growing = []
+        for request in requests:
+            _must_run(request)
+            size = request.block_size
+            length = len(request.tokens)
+            if length % size:
+                row = length // size
+                for pool in self.pools:
+                    table = request.tables[pool.group]
+                    if row >= len(table) or pool.ref_counts[table[row]] > 1:
+                        growing.append(request)
+                        break
+            else:
+                growing.append(request)
+        for pool in self.pools:
+            if sum([self._needs(pool, request, 1)[1] for request in growing]) > pool.free_count:
+                return Outcome("refused", NO_FREE_BLOCKS)
+        for request in growing:
+            for pool in self.pools:
+                copy, take = self._needs(pool, request, 1)
+                if copy:
+                    self._copy_on_write(pool, request, len(request.tokens) % request.block_size)
+                self._allocate(pool, request, take - copy)
+        numbers = []
+        for request, token in zip(requests, tokens, strict=True):
+            request.tokens.append(token)
+            numbers.append(request.id)
+        self.events.append(RequestsDecoded(numbers))
+        return Outcome("done", children=tuple(numbers))
+
+    def reserve(self, request: Request, slots: int) -> Outcome:
+        """Give a running request blocks for its first ``slots`` positions, where it has none.
+
+        Refused with ``no_free_blocks``.  Raises ValueError if the request is not running.
+        """
+        _must_run(request)
+        needed = blocks_needed(slots, request.block_size)
+        takes = [max(0, needed - len(table)) for table in request.tables]
+        if any(take > pool.free_count for pool, take in zip(self.pools, takes, strict=True)):
+            return Outcome("refused", NO_FREE_BLOCKS, request.id)
+        for pool, take in zip(self.pools, takes, strict=True):
+            self._allocate(pool, request, take)
+        return Outcome("done", None, request.id, count=sum(takes))
+
     def _copy_on_write(self, pool: BlockPool, request: Request, filled: int) -> None:
         table = request.tables[pool.group]
-        source = table[-1]
+        row = len(request.tokens) // request.block_size
+        source = table[row]
         (target,) = pool.take(1)
         # A new list: steps in flight refer to the old one (see StepItem).
-        request.tables[pool.group] = [*table[:-1], target]
+        request.tables[pool.group] = [*table[:row], target, *table[row + 1 :]]
         pool.release([source])
-        self.events.append(
-            BlockCopied(pool.group, request.id, len(table) - 1, source, target, filled)
-        )
+        self.events.append(BlockCopied(pool.group, request.id, row, source, target, filled))
 
     def fork(self, request: Request, samples: int) -> Outcome:
-        """Split off ``samples`` children that share every block.
+        """Split off ``samples`` children that share every block with a token in it.
 
         Refused with ``not_computed`` while the parent has uncomputed tokens, and with
         ``too_many_requests``.  Raises ValueError if the request is not running.
@@ -265,8 +414,9 @@ class Engine:
         child.computed = child.scheduled = parent.computed
         child.running = True
         self._next_request += 1
+        rows = blocks_needed(len(parent.tokens), parent.block_size)
         for pool in self.pools:
-            blocks = parent.tables[pool.group]
+            blocks = parent.tables[pool.group][:rows]
             pool.share(blocks)
             child.tables[pool.group] = blocks[:]
             self.events.append(BlocksShared(pool.group, child.id, parent.id, blocks[:]))
@@ -293,6 +443,29 @@ class Engine:
         self.events.append(RequestAborted(request.id))
         return Outcome("done", None, request.id)
 
+    def swap_out(self, request: Request) -> Outcome:
+        """A running request is preempted; its computed blocks are copied to the host first.
+
+        Refused with ``in_flight`` or ``no_host_blocks``.  Raises ValueError if it is not running.
+        """
+        _must_run(request)
+        if request.steps_in_flight:
+            return Outcome("refused", IN_FLIGHT, request.id)
+        rows = blocks_needed(request.computed, request.block_size)
+        if any(rows > pool.free_count for pool in self.host_pools):
+            return Outcome("refused", NO_HOST_BLOCKS, request.id)
+        computed = request.computed
+        for pool in self.pools:
+            blocks = request.tables[pool.group][:rows]
+            host = self.host_pools[pool.group].take(rows)
+            request.host_tables.append(host)
+            self.events.append(BlocksSwappedOut(pool.group, request.id, blocks, host))
+            self.counters.blocks_offloaded += rows
+        self.preempt(request)
+        request.swapped = True
+        request.computed = request.scheduled = computed
+        return Outcome("done", None, request.id)
+
     def preempt(self, request: Request) -> Outcome:
         """A running request gives back its blocks; it keeps its tokens, to be recomputed.
 
@@ -317,7 +490,14 @@ class Engine:
             request.running = False
         else:
             self.preempted.remove(request)
+            self._release_host(request)
         del self.requests[request.id]
+
+    def _release_host(self, request: Request) -> None:
+        for group, blocks in enumerate(request.host_tables):
+            self.host_pools[group].release(blocks)
+            self.events.append(HostBlocksReleased(group, request.id, blocks))
+        request.host_tables = []
 
     def _release(self, request: Request) -> None:
         """Give back all blocks, now or when the last step that uses them is retired."""
@@ -350,34 +530,52 @@ class Engine:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def launch(self, budget: int) -> Outcome:
+    def launch(
+        self, budget: int = 0, items: Sequence[tuple[Request, int]] | None = None
+    ) -> Outcome:
         """Start a step over the running requests with unscheduled tokens, oldest first.
 
-        ``budget`` bounds its tokens (0: no bound); a longer prompt is computed in chunks.
+        ``budget`` bounds its tokens (0: no bound); a longer prompt is computed in chunks.  With
+        ``items`` the step computes so many tokens of just these requests, or as many as are
+        there.  A token without a slot is not computed.
         Refused with ``run_ahead_limit`` or ``nothing_to_run``.
         """
         if len(self.steps) >= self.configuration.run_ahead:
             return Outcome("refused", RUN_AHEAD_LIMIT)
-        items, left = [], budget or None
-        for request in self.running:
-            pending = len(request.tokens) - request.scheduled
-            if pending == 0:
-                continue
-            if left is not None:
-                pending = min(pending, left)
-                left -= pending
-            items.append(self._schedule(request, pending))
-            if left == 0:
-                break
-        if not items:
+        if items is None:
+            items = self._oldest_first(budget)
+        parts = []
+        for request, tokens in items:
+            pending = min(tokens, self.pending(request))
+            if pending > 0:
+                parts.append(self._schedule(request, pending))
+        if not parts:
             return Outcome("refused", NOTHING_TO_RUN)
-        step = Step(self._next_step, items)
+        step = Step(self._next_step, parts)
         self._next_step += 1
         self.steps.append(step)
         self.counters.iterations += 1
-        self.counters.batch_size = len(items)
-        self.events.append(StepLaunched(step.number, items))
+        self.counters.batch_size = len(parts)
+        self.events.append(StepLaunched(step.number, parts))
         return Outcome("done", count=step.tokens)
+
+    def pending(self, request: Request) -> int:
+        """Tokens of a running request that have slots and are in no step yet."""
+        tokens, slots = len(request.tokens), len(request.tables[0]) * request.block_size
+        return (tokens if tokens < slots else slots) - request.scheduled
+
+    def _oldest_first(self, budget: int) -> list[tuple[Request, int]]:
+        items, left = [], budget
+        for request in self.running:
+            pending = self.pending(request)
+            if pending > 0:
+                if budget:
+                    pending = min(pending, left)
+                    left -= pending
+                items.append((request, pending))
+                if budget and not left:
+                    break
+        return items
 
     def _schedule(self, request: Request, tokens: int) -> StepItem:
         start = request.scheduled

@@ -3,7 +3,8 @@
 Definitions where systems differ (survey section 1.K): *used* means referenced, *free* includes
 cached-free blocks, totals exclude the null block; cached tokens count shared blocks once per
 request; admissions count first admissions only; prefix hits are tokens, counted once per request,
-at its first admission (bugs B158, B159); an eviction is a block whose content became unfindable.
+at its first admission (bugs B158, B159); an eviction is a block whose content became unfindable;
+offloaded bytes and promotions (in blocks) are those of swapped requests.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ class Counters:
     __slots__ = (
         "admissions",
         "batch_size",
+        "blocks_offloaded",
+        "blocks_promoted",
         "iterations",
         "preemptions",
         "prefix_cache_hits",
@@ -34,6 +37,8 @@ class Counters:
         self.prefix_cache_queries = 0
         self.iterations = 0
         self.batch_size = 0
+        self.blocks_offloaded = 0
+        self.blocks_promoted = 0
 
 
 def scheduler_metrics(engine: Engine) -> dict[str, int]:
@@ -55,6 +60,8 @@ def scheduler_metrics(engine: Engine) -> dict[str, int]:
         "evictions": sum([pool.evictions for pool in engine.pools]),
         "prefix_cache_hits": counters.prefix_cache_hits,
         "prefix_cache_queries": counters.prefix_cache_queries,
+        "host_offload_bytes": counters.blocks_offloaded * block_bytes,
+        "host_promotions": counters.blocks_promoted,
         "iterations": counters.iterations,
         "batch_size_by_iteration": counters.batch_size,
     }
@@ -83,6 +90,8 @@ SCHEDULER_METRICS = (
     "evictions",
     "prefix_cache_hits",
     "prefix_cache_queries",
+    "host_offload_bytes",
+    "host_promotions",
     "iterations",
     "batch_size_by_iteration",
 )

@@ -88,6 +88,16 @@ class BlockPool:
         ref_counts = self.ref_counts
         return len([block for block in blocks if ref_counts[block] == 0])
 
+    def count_sole(self, blocks: Sequence[int]) -> int:
+        """How many of ``blocks`` have one reference, and so are free when it is given back."""
+        ref_counts = self.ref_counts
+        return len([block for block in blocks if ref_counts[block] == 1])
+
+    @property
+    def cached_free_count(self) -> int:
+        """Free blocks in which something is findable."""
+        return len(self._cached)
+
     def share(self, blocks: Sequence[int]) -> None:
         """One more reference to each; a cached-free block is no longer free."""
         ref_counts = self.ref_counts

@@ -22,6 +22,7 @@ class Request:
         "cached_tokens",
         "computed",
         "epoch",
+        "host_tables",
         "id",
         "input_tokens",
         "keys",
@@ -32,8 +33,10 @@ class Request:
         "salt",
         "scheduled",
         "steps_in_flight",
+        "swapped",
         "tables",
         "tokens",
+        "wanted_slots",
     )
 
     def __init__(
@@ -64,6 +67,11 @@ class Request:
         self.epoch = 0
         """Times it was preempted; results of steps of an older epoch are void."""
         self.running = False
+        self.swapped = False
+        self.host_tables: list[list[int]] = []
+        """While it is swapped out: per group, the host blocks with its computed tokens."""
+        self.wanted_slots = 0
+        """Positions that its admission is to give blocks to; 0: all of its tokens."""
         self.steps_in_flight = 0
         self.last_step = -1
         self.cached_tokens = 0

@@ -107,7 +107,7 @@ def detect_fault(fault: Fault, *, seed: str, seeds: int, seconds: float) -> Dete
 def _search_once(fault: Fault, seed: str, seconds: float) -> _Trial:
     totals, calls = Totals(), fault.calls()
     started = time.process_time()
-    found = search("engine", seed, seconds=seconds, totals=totals, fault=fault.id)
+    found = search(fault.subject, seed, seconds=seconds, totals=totals, fault=fault.id)
     elapsed = time.process_time() - started
     reached = fault.calls() > calls
     if found is None:

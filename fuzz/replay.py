@@ -17,7 +17,7 @@ from kvproof.invariants.operations import AnyOperation
 from kvproof.invariants.story import Moment
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Verdict, Violation
-from kvproof.stateful_tests.harness import Harness
+from kvproof.stateful_tests.harnesses import harness_for
 from kvproof.stateful_tests.subjects import SubjectFactory, subject_factory
 
 EVERY_OPERATION = 1
@@ -65,7 +65,7 @@ def installed(fault: str | None) -> Iterator[None]:
 
 
 def _replay(factory: SubjectFactory, case: Case, audit_interval: int, record: bool) -> Replay:
-    harness = Harness(factory(case.configuration), audit_interval=audit_interval)
+    harness = harness_for(factory(case.configuration), audit_interval=audit_interval)
     digest, moments, problem, ops = sha256(), [], None, 0
     try:
         for ops, operation in enumerate(case.operations, start=1):
@@ -91,7 +91,7 @@ def _bisected(factory: SubjectFactory, case: Case) -> Case:
     """
 
     def fails(length: int) -> bool:
-        harness = Harness(factory(case.configuration), audit_interval=NEVER)
+        harness = harness_for(factory(case.configuration), audit_interval=NEVER)
         try:
             return bool(harness.run(case.operations[:length]))
         except CheckerError:
@@ -117,7 +117,7 @@ def first_violation(
     None if there is none, or if a checker stumbled.  The caller installs the fault, if any:
     shrinking replays thousands of times.
     """
-    harness = Harness(factory(configuration), audit_interval=EVERY_OPERATION)
+    harness = harness_for(factory(configuration), audit_interval=EVERY_OPERATION)
     performed: list[AnyOperation] = []
     try:
         for operation in operations:

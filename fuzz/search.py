@@ -14,7 +14,7 @@ from kvproof.invariants.checker import CheckerError
 from kvproof.invariants.operations import AnyOperation
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Violation, primary
-from kvproof.stateful_tests.harness import Harness
+from kvproof.stateful_tests.harnesses import harness_for
 from kvproof.stateful_tests.subjects import SubjectFactory, subject_factory
 from kvproof.stateful_tests.totals import Totals
 
@@ -67,7 +67,8 @@ def search(
 
 
 def _draws(factory: SubjectFactory, seed: str, runs_max: int | None) -> Iterator[Draw]:
-    capabilities = factory(Configuration()).capabilities
+    subject = factory(Configuration())
+    capabilities = subject.capabilities | subject.semantics.features()
     number = 0
     while runs_max is None or number < runs_max:
         yield draw_run(f"{seed}/{number}", capabilities)
@@ -77,7 +78,7 @@ def _draws(factory: SubjectFactory, seed: str, runs_max: int | None) -> Iterator
 def _run(
     factory: SubjectFactory, draw: Draw, totals: Totals
 ) -> tuple[list[AnyOperation], Violation] | None:
-    harness = Harness(factory(draw.configuration))
+    harness = harness_for(factory(draw.configuration))
     operations = list(draw.operations)
     try:
         harness.run(draw.operations)

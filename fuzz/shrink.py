@@ -19,15 +19,21 @@ from kvproof.invariants.operations import (
     Abort,
     Admit,
     AnyOperation,
+    Arrive,
+    Decode,
     Evict,
     Finish,
     Grow,
     Launch,
-    Media,
     Operation,
+    Preempt,
+    Reserve,
+    Resume,
     Retire,
-    Segment,
+    Run,
+    Schedule,
 )
+from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.verdict import Violation, primary
 from kvproof.stateful_tests.subjects import subject_factory
 
@@ -103,6 +109,7 @@ class _Search:
         passes = (
             self._drop_features,
             self._delete_chunks,
+            self._merge_iterations,
             self._merge_growth,
             self._delete_with_blocks,
             self._shrink_the_world,
@@ -149,6 +156,24 @@ class _Search:
                 self._try(operations=operations[:start] + operations[start + chunk :])
                 start = min(start, len(self.case.operations)) - chunk
             chunk //= 2
+
+    def _merge_iterations(self) -> None:
+        """Iterations in a row, step by step, become one operation that runs so many."""
+        end = len(self.case.operations)
+        while end > 0:
+            start = end
+            while start and isinstance(self.case.operations[start - 1], _ITERATIONS):
+                start -= 1
+            if start < end:
+                self._run_instead(start, end)
+            end = min(start, len(self.case.operations)) - 1
+
+    def _run_instead(self, start: int, end: int) -> None:
+        operations = self.case.operations
+        for iterations in (*range(1, 13), 16, 24, 32, 48, 64, 128):
+            run = Run(iterations)
+            if self._try(operations=[*operations[:start], run, *operations[end:]]):
+                return
 
     def _merge_growth(self) -> None:
         """A growth joins the admission or the growth before it: one operation instead of two."""
@@ -202,13 +227,23 @@ class _Search:
                             return
 
     def _lower_configuration(self) -> None:
+        self._loosen_limits()
         for name, value in asdict(self.case.configuration).items():
-            if name == "kv_bytes_per_token" or isinstance(value, bool):
+            if name in ("kv_bytes_per_token", "scheduling") or isinstance(value, bool):
                 continue
-            for lower in _lower_values(value, lowest=1):
+            for lower in _lower_values(value, lowest=0 if name == "host_blocks" else 1):
                 configuration = replace(self.case.configuration, **{name: lower})
                 if self._try(configuration=configuration):
                     break
+
+    def _loosen_limits(self) -> None:
+        """A limit that is as by default binds nothing, and need not be thought about."""
+        defaults = asdict(Limits())
+        for loose in (defaults, *({name: value} for name, value in defaults.items())):
+            world = self.case.configuration
+            limits = replace(world.scheduling, **loose)
+            if limits != world.scheduling:
+                self._try(configuration=replace(world, scheduling=limits))
 
     def _lower_arguments(self) -> None:
         index = 0
@@ -232,7 +267,8 @@ class _Search:
             while start + width <= len(self.case.operations):
                 operations = self.case.operations
                 before, after = operations[:start], operations[start + width :]
-                for plain in _PLAIN:
+                schedules = any(isinstance(o, Arrive) for o in operations)
+                for plain in _PLAIN_ITERATIONS if schedules else _PLAIN:
                     if len(plain) <= width and self._try(operations=[*before, *plain, *after]):
                         break
                 start += 1
@@ -262,11 +298,21 @@ _PLAIN: tuple[tuple[AnyOperation, ...], ...] = (
 )
 
 
+_PLAIN_ITERATIONS: tuple[tuple[AnyOperation, ...], ...] = (
+    (Run(1),),
+    (Schedule(),),
+    (Abort(0),),
+    (Schedule(), Schedule()),
+)
+
+
 def _size(case: Case) -> tuple[int, int, str]:
     """Fewer operations first, then smaller numbers; the text breaks ties the same way always."""
     numbers = sum(_weight(operation) for operation in case.operations)
     world = asdict(case.configuration)
+    limits, defaults = asdict(world.pop("scheduling")), asdict(Limits())
     numbers += sum(int(v) for k, v in world.items() if k != "kv_bytes_per_token")
+    numbers += 10 * sum(limits[name] != defaults[name] for name in limits)
     return len(case.operations), numbers + len(case.features), repr(case.operations)
 
 
@@ -279,7 +325,7 @@ def _weight(value: Any) -> int:
 
 
 def _without_salt(operation: AnyOperation) -> AnyOperation:
-    return replace(operation, salt=0) if isinstance(operation, Admit) else operation
+    return replace(operation, salt=0) if isinstance(operation, Admit | Arrive) else operation
 
 
 def _without_adapter(operation: AnyOperation) -> AnyOperation:
@@ -291,9 +337,29 @@ def _without_media(operation: AnyOperation) -> AnyOperation:
 
 
 def _without_tails(operation: AnyOperation) -> AnyOperation:
-    if isinstance(operation, Admit):
+    if isinstance(operation, Admit | Arrive):
         return replace(operation, prompt=operation.prompt[:1])
     return operation
+
+
+def _without_slots(operation: AnyOperation) -> AnyOperation:
+    return replace(operation, slots=0) if isinstance(operation, Admit | Resume) else operation
+
+
+def _without_items(operation: AnyOperation) -> AnyOperation:
+    return replace(operation, items=()) if isinstance(operation, Launch) else operation
+
+
+def _without_swap(operation: AnyOperation) -> AnyOperation:
+    return replace(operation, swap=False) if isinstance(operation, Preempt) else operation
+
+
+def _without_priority(operation: AnyOperation) -> AnyOperation:
+    return replace(operation, priority=0) if isinstance(operation, Arrive) else operation
+
+
+def _without_early_stop(operation: AnyOperation) -> AnyOperation:
+    return replace(operation, max_tokens=0) if isinstance(operation, Arrive) else operation
 
 
 def _without_budget(operation: AnyOperation) -> AnyOperation:
@@ -306,12 +372,21 @@ _SIMPLIFICATIONS: tuple[Callable[[AnyOperation], AnyOperation], ...] = (
     _without_media,
     _without_tails,
     _without_budget,
+    _without_slots,
+    _without_items,
+    _without_swap,
+    _without_priority,
+    _without_early_stop,
 )
+
+_ITERATIONS = (Schedule, Retire, Run)
+"""What a scheduler's iterations are spelled with."""
+
 
 
 def _cut(operation: AnyOperation, rows: int, size: int, old_size: int) -> AnyOperation:
     """At most ``rows`` blocks of ``size``; lengths keep their place relative to block edges."""
-    if isinstance(operation, Admit):
+    if isinstance(operation, Admit | Arrive):
         prompt = tuple(
             replace(segment, length=_cut_length(segment.length, rows, size, old_size))
             for segment in operation.prompt
@@ -339,27 +414,39 @@ def _cut_length(length: int, rows: int, size: int, old_size: int) -> int:
 
 def _simpler(operation: Operation) -> Iterator[Operation]:
     """The operation with one argument lowered."""
+    if isinstance(operation, Decode):
+        yield Grow(operation.requests[0], choice=operation.choice)
     for name in operation.__struct_fields__:
         value = getattr(operation, name)
-        for lower in _lower_field(name, value):
+        for lower in _lower_field(type(operation), name, value):
             yield replace(operation, **{name: lower})
 
 
-def _lower_field(name: str, value: Any) -> Iterator[Any]:
+def _lower_field(kind: type[Operation], name: str, value: Any) -> Iterator[Any]:
     if isinstance(value, tuple):
         for index in range(len(value)):
-            if name != "prompt" or len(value) > 1:
+            if name not in ("prompt", "requests") or len(value) > 1:
                 yield value[:index] + value[index + 1 :]
             for lower in _simpler_item(value[index]):
                 yield (*value[:index], lower, *value[index + 1 :])
     else:
-        yield from _lower_values(value, lowest=1 if name in _COUNTS else 0)
+        least = name in _COUNTS or (kind is Reserve and name == "slots")
+        yield from _lower_values(value, lowest=1 if least else 0)
 
 
-_COUNTS = ("tokens", "samples", "blocks", "length")
+_COUNTS = ("tokens", "samples", "blocks", "length", "output", "iterations")
 
 
-def _simpler_item(item: Segment | Media) -> Iterator[Segment | Media]:
+def _simpler_item(item: Any) -> Iterator[Any]:
+    """A segment, a media item, a (request, tokens) pair or a request, with a number lowered."""
+    if isinstance(item, int):
+        yield from _lower_values(item, lowest=0)
+        return
+    if isinstance(item, tuple):
+        request, tokens = item
+        yield from ((lower, tokens) for lower in _lower_values(request, lowest=0))
+        yield from ((request, lower) for lower in _lower_values(tokens, lowest=1))
+        return
     for name in item.__struct_fields__:
         lowest = 1 if name in _COUNTS else 0
         for lower in _lower_values(getattr(item, name), lowest):

@@ -14,10 +14,12 @@ from random import Random
 
 from msgspec import Struct
 
+from kvproof.fuzz.scheduler_swarm import draw_configuration, draw_features, draw_operations
 from kvproof.invariants.operations import (
     Abort,
     Admit,
     AnyOperation,
+    Decode,
     Evict,
     Finish,
     Fork,
@@ -25,6 +27,7 @@ from kvproof.invariants.operations import (
     Launch,
     Media,
     Preempt,
+    Reserve,
     Reset,
     Resume,
     Retire,
@@ -32,15 +35,20 @@ from kvproof.invariants.operations import (
 )
 from kvproof.invariants.subject import Configuration
 
-FEATURES = ("salt", "adapter", "media", "chunks", "tails", "long", "narrow")
+FEATURES = ("salt", "adapter", "media", "chunks", "tails", "long", "narrow", "slots", "swaps")
 """What a run may have on beside its operations: prompts under salts, adapters, with media; steps
-with budgets; prompts with diverging tails; prompts near the pool's size; few running requests."""
+with budgets; prompts with diverging tails; prompts near the pool's size; few running requests;
+blocks for part of a prompt or in advance, and steps over chosen requests; swap space."""
+_OPTIONAL = frozenset(("slots", "swaps"))
+"""Features of which the subject must be capable (see ``Semantics.features``)."""
 
 _WEIGHTS = (0, 1, 1, 3, 9)
 _ESSENTIAL = ("admit", "grow", "launch", "retire")
 _BASE_WEIGHTS = {
     "admit": 1.5,
-    "grow": 5.0,
+    "grow": 4.0,
+    "decode": 1.0,
+    "reserve": 0.4,
     "finish": 0.8,
     "abort": 0.3,
     "fork": 0.5,
@@ -65,9 +73,20 @@ class Draw(Struct, frozen=True):
 
 
 def draw_run(seed: str, capabilities: frozenset[str]) -> Draw:
-    """The run number ``seed``: the same on every machine."""
+    """The run number ``seed``: the same on every machine.
+
+    ``capabilities``: of the subject, and the names of its features.
+    """
     rng = Random(seed)
-    features = tuple(name for name in FEATURES if rng.random() < 0.4)
+    if "arrive" in capabilities:
+        features = draw_features(rng)
+        configuration = draw_configuration(rng, features)
+        return Draw(seed, configuration, features, draw_operations(rng, configuration, features))
+    features = tuple(
+        name
+        for name in FEATURES
+        if rng.random() < 0.4 and (name not in _OPTIONAL or name in capabilities)
+    )
     configuration = _draw_configuration(rng, features)
     weights = {
         kind: _BASE_WEIGHTS[kind] * (rng.choice(_WEIGHTS) or (kind in _ESSENTIAL))
@@ -86,6 +105,7 @@ def _draw_configuration(rng: Random, features: tuple[str, ...]) -> Configuration
         block_size=rng.choice((1, 2, 3, 4, 4, 5, 8, 16)),
         requests=rng.randint(1, 4) if "narrow" in features else 64,
         run_ahead=rng.choice((1, 2, 2, 3)),
+        host_blocks=rng.choice((1, 3, 8, 33)) if "swaps" in features else 0,
     )
 
 
@@ -112,13 +132,15 @@ class _Arguments:
         self._draw: dict[str, Callable[[], AnyOperation]] = {
             "admit": self._admit,
             "grow": self._grow,
+            "decode": self._decode,
+            "reserve": lambda: Reserve(self._request(), self._length()),
             "finish": lambda: Finish(self._request()),
             "abort": lambda: Abort(self._request()),
             "fork": lambda: Fork(self._request(), 1 if rng.random() < 0.7 else 2),
             "evict": lambda: Evict(rng.choice((1, 1, 2, self._blocks))),
             "reset": Reset,
-            "preempt": lambda: Preempt(self._request()),
-            "resume": lambda: Resume(self._request()),
+            "preempt": lambda: Preempt(self._request(), self._swap()),
+            "resume": lambda: Resume(self._request(), self._slots()),
             "launch": self._launch,
             "retire": Retire,
         }
@@ -142,7 +164,15 @@ class _Arguments:
             salt=int(rng.random() * 3) if "salt" in self._features else 0,
             adapter=int(rng.random() * 3) if "adapter" in self._features else 0,
             media=self._media(stem.length) if "media" in self._features else (),
+            slots=self._slots(),
         )
+
+    def _slots(self) -> int:
+        """None of one's own for two admissions in three, even where there may be."""
+        return self._length() if "slots" in self._features and self._rng.random() < 0.3 else 0
+
+    def _swap(self) -> bool:
+        return "swaps" in self._features and self._rng.random() < 0.6
 
     def _length(self) -> int:
         """Around the edges of blocks, where the arithmetic is: k·B - 1, k·B, k·B + 1."""
@@ -166,7 +196,17 @@ class _Arguments:
         tokens = self._steady_tokens or 1 + int(rng.random() * (self._size + 1))
         return Grow(self._request(), tokens, int(rng.random() * self._choices))
 
+    def _decode(self) -> Decode:
+        rng = self._rng
+        if rng.random() < 0.5:
+            return Decode(tuple(range(4)), int(rng.random() * self._choices))
+        requests = [self._request() for _ in range(1 + int(rng.random() * 3))]
+        return Decode(tuple(requests), int(rng.random() * self._choices))
+
     def _launch(self) -> Launch:
+        if "slots" in self._features and self._rng.random() < 0.4:
+            count = 1 + int(self._rng.random() * 3)
+            return Launch(items=tuple([(self._request(), self._length()) for _ in range(count)]))
         if "chunks" in self._features and self._rng.random() < 0.6:
             return Launch(1 + int(self._rng.random() * (2 * self._size + 2)))
         return Launch()

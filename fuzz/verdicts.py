@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
 from kvproof.invariants.checks import CHECKS
 from kvproof.invariants.goals import GOALS, Goal
+from kvproof.invariants.scheduling.checks import SCHEDULING_CHECKS
+from kvproof.invariants.scheduling.goals import SCHEDULING_GOALS
 from kvproof.invariants.subject import Subject
 from kvproof.invariants.verdict import Verdict, merge
+from kvproof.stateful_tests.subjects.scheduler import SchedulerSubject
 
 
 class Judgement(Struct, frozen=True):
@@ -22,7 +25,19 @@ class Judgement(Struct, frozen=True):
 def reachable_goals(subject: Subject) -> tuple[Goal, ...]:
     """The goals that a subject with these capabilities and semantics can meet."""
     able = subject.capabilities | subject.semantics.features()
-    return tuple(goal for goal in GOALS if goal.needs <= able)
+    goals = SCHEDULING_GOALS if isinstance(subject, SchedulerSubject) else GOALS
+    return tuple(goal for goal in goals if goal.needs <= able)
+
+
+def _promised(subject: Subject) -> Iterator[str]:
+    """Ids of the checks of which the subject promises something."""
+    for check in CHECKS:
+        if check.promised(subject.semantics):
+            yield check.id()
+    if isinstance(subject, SchedulerSubject):
+        for scheduling_check in SCHEDULING_CHECKS:
+            if scheduling_check.promised(subject.promises):
+                yield scheduling_check.id()
 
 
 def judge(
@@ -46,8 +61,8 @@ def judge(
     for goal in reachable_goals(subject):
         if not goal.rare and not goals.get(goal.id):
             reasons.append(f"situation {goal.id} was never reached ({goal.situation})")
-    for check in CHECKS:
-        if check.promised(subject.semantics) and not checked.get(check.id()):
-            reasons.append(f"property {check.id()} was never put to the test")
+    for name in _promised(subject):
+        if not checked.get(name):
+            reasons.append(f"property {name} was never put to the test")
     verdict = merge("fail" if failed else "pass", "unknown" if reasons else "pass")
     return Judgement(verdict, tuple(reasons))

@@ -22,7 +22,10 @@ from kvproof.invariants.events import (
     BlocksReleased,
     BlocksReused,
     BlocksShared,
+    BlocksSwappedIn,
+    BlocksSwappedOut,
     Event,
+    HostBlocksReleased,
     ReleaseFenced,
     StepItem,
     StepLaunched,
@@ -31,16 +34,18 @@ from kvproof.invariants.events import (
 from kvproof.invariants.operations import (
     Abort,
     Admit,
+    Decode,
     Finish,
     Fork,
     Grow,
     Operation,
     Preempt,
+    Reserve,
     Resume,
 )
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.subject import Configuration, Semantics
-from kvproof.invariants.tags import Tags, extend_sampled, prompt_tags
+from kvproof.invariants.tags import Tags, extend_each, extend_sampled, prompt_tags
 from kvproof.invariants.view import Standing
 
 _by_order = attrgetter("order")
@@ -54,6 +59,7 @@ class RequestModel:
         "cached_tokens",
         "computed",
         "epoch",
+        "host_tables",
         "id",
         "input_tokens",
         "last_step",
@@ -61,6 +67,8 @@ class RequestModel:
         "order",
         "running",
         "scheduled",
+        "slots",
+        "swapped",
         "tables",
         "tags",
         "trusted_rows",
@@ -82,6 +90,11 @@ class RequestModel:
         """Steps in flight that carry it, of its present epoch."""
         self.last_step = -1
         self.running = True
+        self.swapped = False
+        self.slots = self.input_tokens
+        """Positions that have blocks while it runs."""
+        self.host_tables: list[list[int]] = [[] for _ in range(groups)]
+        """While it is swapped out: the host blocks with its computed tokens."""
         self.tables: list[list[int]] = [[] for _ in range(groups)]
         self.verified = [0] * groups
         """Per group: leading positions whose slots are known to hold the right tags."""
@@ -95,9 +108,11 @@ class RequestModel:
     def standing(self, block_size: int) -> Standing:
         """What the subject's view of this request should be."""
         length = len(self.tags)
+        if self.swapped:
+            return "swapped", length, self.computed, (0,) * len(self.tables)
         if not self.running:
             return "preempted", length, 0, (0,) * len(self.tables)
-        rows = (length + block_size - 1) // block_size
+        rows = (self.slots + block_size - 1) // block_size
         return "running", length, self.computed, (rows,) * len(self.tables)
 
 
@@ -107,6 +122,8 @@ class Figures:
     __slots__ = (
         "admissions",
         "batch_size",
+        "blocks_offloaded",
+        "blocks_promoted",
         "evictions",
         "iterations",
         "preemptions",
@@ -122,6 +139,8 @@ class Figures:
         self.prefix_cache_queries = 0
         self.iterations = 0
         self.batch_size = 0
+        self.blocks_offloaded = 0
+        self.blocks_promoted = 0
 
 
 class StepModel:
@@ -152,6 +171,7 @@ class GroupBooks:
         "evicting",
         "group",
         "held",
+        "host_holder",
         "key_of",
         "key_of_tag",
         "owed",
@@ -171,6 +191,8 @@ class GroupBooks:
         """Blocks with at least one reference …"""
         self.referenced = 0
         """… and how many they are."""
+        self.host_holder: dict[int, int] = {}
+        """Host blocks in use, and the request that is swapped out to each."""
         self.key_of: dict[int, bytes] = {}
         self.blocks_of: dict[bytes, tuple[int, ...]] = {}
         """The prefix index: key to findable blocks."""
@@ -301,6 +323,8 @@ class Books:
             # What a done operation means for its request.
             Admit: self._admit,
             Grow: self._grow,
+            Decode: self._decode,
+            Reserve: self._reserve,
             Fork: self._fork,
             Finish: self._end,
             Abort: self._end,
@@ -314,6 +338,9 @@ class Books:
             BlockCopied: self._block_copied,
             BlocksReleased: self._blocks_released,
             ReleaseFenced: self._release_fenced,
+            BlocksSwappedOut: self._swapped_out,
+            BlocksSwappedIn: self._swapped_in,
+            HostBlocksReleased: self._host_released,
             BlocksPublished: self._blocks_published,
             BlocksEvicted: self._blocks_evicted,
             StepLaunched: self._step_launched,
@@ -352,6 +379,7 @@ class Books:
         request = RequestModel(outcome.request, self._entered, tags, len(self.groups))
         cached = outcome.cached_tokens
         request.cached_tokens = request.computed = request.scheduled = cached
+        request.slots = max(operation.slots or len(tags), cached)
         self._enter(request)
         figures = self.figures
         figures.admissions += 1
@@ -369,6 +397,22 @@ class Books:
         request = self._target(outcome)
         self.touched_requests[request.id] = request
         extend_sampled(request.tags, operation.choice, operation.tokens)
+        request.slots = max(request.slots, len(request.tags))
+
+    def _decode(self, operation: Decode, outcome: Outcome) -> None:
+        known = self.requests
+        requests = [known[number] for number in outcome.children]
+        self.touched_requests.update(zip(outcome.children, requests, strict=True))
+        extend_each([request.tags for request in requests], operation.choice)
+        for request in requests:
+            length = len(request.tags)
+            if length > request.slots:
+                request.slots = length
+
+    def _reserve(self, operation: Reserve, outcome: Outcome) -> None:
+        request = self._target(outcome)
+        self.touched_requests[request.id] = request
+        request.slots = max(request.slots, operation.slots)
 
     def _fork(self, operation: Fork, outcome: Outcome) -> None:
         parent = self._target(outcome)
@@ -391,8 +435,11 @@ class Books:
         self.running.remove(request)
         insort(self.preempted, request, key=_by_order)
         request.running = False
+        request.swapped = operation.swap
         request.epoch += 1
-        request.computed = request.scheduled = 0
+        if not operation.swap:
+            request.computed = 0
+        request.scheduled = request.computed
         request.verified = [0] * len(self.groups)
         request.trusted_rows = [0] * len(self.groups)
         self.touched_requests[request.id] = request
@@ -403,7 +450,9 @@ class Books:
         self.preempted.remove(request)
         insort(self.running, request, key=_by_order)
         request.running = True
+        request.swapped = False
         request.computed = request.scheduled = outcome.cached_tokens
+        request.slots = max(operation.slots or len(request.tags), request.computed)
         self.touched_requests[request.id] = request
 
     def _target(self, outcome: Outcome) -> RequestModel:
@@ -481,6 +530,31 @@ class Books:
             step.fenced.append((request.id, request.tables))
             request.tables = [[] for _ in self.groups]
             request.launched = 0
+
+    def _swapped_out(self, event: BlocksSwappedOut) -> None:
+        request = self._known(event, event.request)
+        self.figures.blocks_offloaded += len(event.blocks)
+        if request is not None:
+            request.host_tables[event.group] = list(event.host_blocks)
+            holders = self.groups[event.group].host_holder
+            holders.update(dict.fromkeys(event.host_blocks, event.request))
+
+    def _swapped_in(self, event: BlocksSwappedIn) -> None:
+        self.figures.blocks_promoted += len(event.blocks)
+        self._host_free(event, event.group, event.request, event.host_blocks)
+
+    def _host_released(self, event: HostBlocksReleased) -> None:
+        self._host_free(event, event.group, event.request, event.host_blocks)
+
+    def _host_free(self, event: Event, group: int, number: int, blocks: Sequence[int]) -> None:
+        request = self._known(event, number)
+        if request is None:
+            return
+        if request.host_tables[group] != list(blocks):
+            self.strays.append(event)
+        request.host_tables[group] = []
+        for block in blocks:
+            self.groups[group].host_holder.pop(block, None)
 
     def _blocks_published(self, event: BlocksPublished) -> None:
         group, size, row = self.groups[event.group], self.block_size, event.row

@@ -15,7 +15,8 @@ import msgspec
 from msgspec import Struct
 
 from kvproof.invariants.errors import InputError
-from kvproof.invariants.operations import KINDS, AnyOperation, Operation
+from kvproof.invariants.operations import ALL_KINDS, AnyOperation, Operation
+from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.subject import Configuration
 
 FORMAT = "kvproof-case"
@@ -43,11 +44,25 @@ def dump_case(case: Case) -> str:
     """The case as text; the same case always gives the same text."""
     fields: dict[str, Any] = msgspec.to_builtins(case)
     operations = fields.pop("operations")
+    limits = _own(case.configuration.scheduling)
+    fields["configuration"].pop("scheduling", None)
+    if limits:
+        fields["configuration"]["scheduling"] = limits
     head = {"format": FORMAT, "version": VERSION, **fields}
     lines = [f"  {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
     listed = ",\n".join(f"    {json.dumps(operation)}" for operation in operations)
     body = f"[\n{listed}\n  ]" if operations else "[]"
     return "\n".join(["{", *lines, f'  "operations": {body}', "}", ""])
+
+
+def _own(limits: Limits) -> dict[str, object]:
+    """What is not as by default; msgspec leaves out only what is the very same object."""
+    default = Limits()
+    return {
+        name: getattr(limits, name)
+        for name in limits.__struct_fields__
+        if getattr(limits, name) != getattr(default, name)
+    }
 
 
 def save_case(case: Case, path: Path) -> None:
@@ -107,10 +122,10 @@ def _refuse_unknown_operations(operations: object, name: str) -> None:
         return
     for index, operation in enumerate(operations):
         kind = operation.get("op") if isinstance(operation, dict) else None
-        if kind is not None and kind not in KINDS:
+        if kind is not None and kind not in ALL_KINDS:
             raise InputError(
                 f"{name}: unknown operation {kind!r} at $.operations[{index}].op; known are "
-                f"{', '.join(KINDS)}"
+                f"{', '.join(ALL_KINDS)}"
             )
 
 

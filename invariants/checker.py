@@ -25,6 +25,7 @@ from kvproof.invariants.operations import (
     Fork,
     Grow,
     Operation,
+    Reserve,
     Resume,
 )
 from kvproof.invariants.outcomes import Outcome, Status
@@ -106,6 +107,8 @@ class Checker:
         self.checks = [check(self.books, shadows, view, self.violations.append) for check in checks]
         self.goals = Goals(self.books)
         self._interval = audit_interval(configuration.blocks) if interval is None else interval
+        self.audit_every = self._interval
+        """Operations between audits, on average; 0 for none."""
         self._settle_every = 1 if self._interval == 1 else settlement_interval(configuration.blocks)
         self._drawn = 1
         self._next_audit = self._gap() if self._interval else NEVER
@@ -134,7 +137,7 @@ class Checker:
         concluding: list[OperationHandler] = [
             check.conclude for check in self.checks if check.concludes(kind, status)
         ]
-        if kind in (Admit, Grow, Fork, Resume) and status == "done":
+        if kind in (Admit, Grow, Reserve, Fork, Resume) and status == "done":
             concluding.insert(0, self._stands)
         goal = self.goals.concluding(kind)
         if goal is not None and status != "skipped":

@@ -80,6 +80,32 @@ class ReleaseFenced(Event, frozen=True, gc=False):
     step: int
 
 
+class BlocksSwappedOut(Event, frozen=True, gc=False):
+    """A request's blocks were copied to host blocks, before it gives them back."""
+
+    group: int
+    request: int
+    blocks: Sequence[int]
+    host_blocks: Sequence[int]
+
+
+class BlocksSwappedIn(Event, frozen=True, gc=False):
+    """Host blocks were copied into the first blocks of a request's table, and are free again."""
+
+    group: int
+    request: int
+    host_blocks: Sequence[int]
+    blocks: Sequence[int]
+
+
+class HostBlocksReleased(Event, frozen=True, gc=False):
+    """A swapped request ended: its host blocks are free."""
+
+    group: int
+    request: int
+    host_blocks: Sequence[int]
+
+
 class BlocksPublished(Event, frozen=True, gc=False):
     """Blocks became findable, each under its key."""
 
@@ -115,6 +141,12 @@ class RequestResumed(Event, frozen=True, gc=False):
 
     request: int
     cached_tokens: int
+
+
+class RequestsDecoded(Event, frozen=True, gc=False):
+    """Each of these requests has one more token, with a slot for it, not computed yet."""
+
+    requests: Sequence[int]
 
 
 class RequestGrown(Event, frozen=True, gc=False):
@@ -186,11 +218,15 @@ AnyEvent = (
     | BlockCopied
     | BlocksReleased
     | ReleaseFenced
+    | BlocksSwappedOut
+    | BlocksSwappedIn
+    | HostBlocksReleased
     | BlocksPublished
     | BlocksEvicted
     | RequestAdmitted
     | RequestResumed
     | RequestGrown
+    | RequestsDecoded
     | RequestForked
     | RequestPreempted
     | RequestFinished

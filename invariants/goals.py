@@ -18,6 +18,8 @@ from kvproof.invariants.events import (
     BlocksEvicted,
     BlocksReleased,
     BlocksReused,
+    BlocksSwappedIn,
+    BlocksSwappedOut,
     Event,
     ReleaseFenced,
     StepLaunched,
@@ -25,15 +27,18 @@ from kvproof.invariants.events import (
 from kvproof.invariants.operations import (
     Abort,
     Admit,
+    Decode,
     Finish,
     Fork,
     Grow,
+    Launch,
     Operation,
     Preempt,
+    Reserve,
     Reset,
     Resume,
 )
-from kvproof.invariants.outcomes import NO_FREE_BLOCKS, Outcome
+from kvproof.invariants.outcomes import NO_FREE_BLOCKS, NO_HOST_BLOCKS, Outcome
 from kvproof.invariants.property import EventHandler, OperationHandler
 
 
@@ -113,6 +118,15 @@ GOALS: tuple[Goal, ...] = (
         "media",
         rare=True,
     ),
+    _goal("swapped-out", "a request's computed blocks are copied to the host", "preempt", "swaps"),
+    _goal("swapped-in", "a swapped request gets its blocks back", "preempt", "resume", "swaps"),
+    _goal("swap-refused", "a request is not swapped out: no host block is free", "preempt", "swaps"),
+    _goal("swapped-aborted", "a swapped request is aborted", "preempt", "abort", "swaps", rare=True),
+    _goal("slots-in-part", "a prompt has blocks for its first part only", "admit", "slots"),
+    _goal("slots-in-advance", "a request has more blocks than its tokens need", "admit", "slots"),
+    _goal("decode-refused", "a batch cannot decode for want of blocks", "decode"),
+    _goal("reserve-refused", "blocks in advance are refused", "reserve", rare=True),
+    _goal("not-oldest-first", "a step leaves out an older request", "launch", "slots"),
 )
 """All goals, by the level at which they exist."""
 
@@ -135,6 +149,8 @@ class Goals:
             BlocksReleased: self._released,
             ReleaseFenced: self._release_fenced,
             StepLaunched: self._launched,
+            BlocksSwappedOut: self._swapped_out,
+            BlocksSwappedIn: self._swapped_in,
             BlocksAllocated: self._allocated,
         }
 
@@ -180,11 +196,20 @@ class Goals:
                 self.hits["chunked-prefill"] += 1
                 return
 
+    def _swapped_out(self, event: BlocksSwappedOut) -> None:
+        self.hits["swapped-out"] += len(event.blocks) > 0
+
+    def _swapped_in(self, event: BlocksSwappedIn) -> None:
+        self.hits["swapped-in"] += len(event.blocks) > 0
+
     def concluding(self, kind: type[Operation]) -> OperationHandler | None:
         """What looks at operations of this kind, done or refused."""
         handlers: dict[type[Operation], OperationHandler] = {
             Admit: self._admit,
             Grow: self._grow,
+            Decode: self._decode,
+            Reserve: self._reserve,
+            Launch: self._launch,
             Fork: self._fork,
             Finish: self._finish,
             Abort: self._abort,
@@ -199,6 +224,8 @@ class Goals:
             self.hits["admit-refused"] += outcome.reason == NO_FREE_BLOCKS
             return
         self._cut_at_last_token(operation, outcome)
+        if operation.slots:
+            self._slots(outcome)
         identity = (operation.salt, operation.adapter, operation.media)
         first = self._seen.setdefault(operation.prompt, identity)
         if first != identity:
@@ -214,6 +241,24 @@ class Goals:
             self.hits["hit-cut-at-last-token"] += any(
                 tags[-1] in group.key_of_tag for group in self._books.groups
             )
+
+    def _slots(self, outcome: Outcome) -> None:
+        request = self._books.requests.get(-1 if outcome.request is None else outcome.request)
+        if request is not None:
+            self.hits["slots-in-part"] += request.slots < len(request.tags)
+            self.hits["slots-in-advance"] += request.slots > len(request.tags)
+
+    def _decode(self, operation: Decode, outcome: Outcome) -> None:
+        self.hits["decode-refused"] += outcome.status == "refused"
+
+    def _reserve(self, operation: Reserve, outcome: Outcome) -> None:
+        self.hits["reserve-refused"] += outcome.status == "refused"
+
+    def _launch(self, operation: Launch, outcome: Outcome) -> None:
+        books = self._books
+        if operation.items and outcome.status == "done" and books.steps:
+            first = books.steps[-1].items[0][1] if books.steps[-1].items else None
+            self.hits["not-oldest-first"] += first is not None and first is not books.running[0]
 
     def _grow(self, operation: Grow, outcome: Outcome) -> None:
         if outcome.request is None:
@@ -232,7 +277,8 @@ class Goals:
         size, group = self._books.block_size, self._books.groups[0]
         table, length = request.tables[0], len(request.tags)
         blocks = -(-(length + tokens) // size) - len(table)
-        shared = length % size > 0 and group.refs[table[-1]] > 1
+        row, offset = divmod(length, size)
+        shared = offset > 0 and row < len(table) and group.refs[table[row]] > 1
         return shared and blocks <= group.usable - group.referenced
 
     def _fork(self, operation: Fork, outcome: Outcome) -> None:
@@ -245,9 +291,11 @@ class Goals:
     def _abort(self, operation: Abort, outcome: Outcome) -> None:
         self._ended_in_flight("aborted-in-flight")
         if self._books.ended and not self._books.ended[0].running:
-            self.hits["aborted-preempted"] += 1
+            swapped = self._books.ended[0].swapped
+            self.hits["swapped-aborted" if swapped else "aborted-preempted"] += 1
 
     def _preempt(self, operation: Preempt, outcome: Outcome) -> None:
+        self.hits["swap-refused"] += outcome.reason == NO_HOST_BLOCKS
         self._ended_in_flight("preempted-in-flight")
 
     def _ended_in_flight(self, goal: str) -> None:
@@ -259,7 +307,8 @@ class Goals:
         if outcome.status == "refused":
             self.hits["resume-refused"] += outcome.reason == NO_FREE_BLOCKS
             return
-        self.hits["resumed-with-a-hit"] += outcome.cached_tokens > 0
+        reused = any(isinstance(event, BlocksReused) for event in self._books.events)
+        self.hits["resumed-with-a-hit"] += reused
         if any(
             number == outcome.request for step in self._books.steps for number, _ in step.fenced
         ):

@@ -3,7 +3,7 @@
 The same list of operations is log, corpus entry, shrink unit, reproducer and exported test.
 Operations name their target relatively: ``request=k`` is the k-th candidate *modulo their
 number*, where the candidates are the requests that the operation could apply to (running ones
-for grow, finish, fork and preempt; preempted ones for resume; all live ones for abort), in the
+for grow, decode, reserve, finish, fork and preempt; preempted (and swapped) ones for resume; all live ones for abort), in the
 order of their first admission.  So deleting one operation leaves the others meaningful, and an
 operation without a candidate is skipped and counted, never an error.
 
@@ -62,6 +62,9 @@ class Admit(Operation, frozen=True, gc=False):
     salt: Index = 0
     adapter: Index = 0
     media: tuple[Media, ...] = ()
+    slots: Index = 0
+    """Positions that get blocks, from the first on: fewer than the prompt has (its other blocks
+    follow, see ``Reserve``), or more.  0: as many as the prompt has."""
 
 
 class Grow(Operation, frozen=True, gc=False):
@@ -70,6 +73,20 @@ class Grow(Operation, frozen=True, gc=False):
     request: Index
     tokens: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
     choice: Index = 0
+
+
+class Decode(Operation, frozen=True, gc=False):
+    """Each of these running requests gets one more token, as by ``Grow``; all of them or none."""
+
+    requests: Annotated[tuple[Index, ...], Meta(min_length=1)]
+    choice: Index = 0
+
+
+class Reserve(Operation, frozen=True, gc=False):
+    """A running request gets blocks for its first ``slots`` positions, as far as it has none."""
+
+    request: Index
+    slots: Tokens
 
 
 class Finish(Operation, frozen=True, gc=False):
@@ -105,37 +122,96 @@ class Reset(Operation, frozen=True, gc=False):
 
 
 class Preempt(Operation, frozen=True, gc=False):
-    """A running request loses its blocks and is to be recomputed: its tokens are kept."""
+    """A running request loses its blocks: it keeps its tokens, to be recomputed.
+
+    With ``swap``, its computed blocks are copied to the host first, and copied back when it is
+    resumed; refused while a step in flight carries it.
+    """
 
     request: Index
+    swap: bool = False
 
 
 class Resume(Operation, frozen=True, gc=False):
-    """A preempted request asks to be admitted again, with all of its tokens as the prompt."""
+    """A preempted request asks to be admitted again, with all of its tokens as the prompt.
+
+    ``slots``: as for ``Admit``, but never fewer than what was swapped out.
+    """
 
     request: Index
+    slots: Index = 0
 
 
 class Launch(Operation, frozen=True, gc=False):
     """Start a step over the running requests with uncomputed tokens, oldest first.
 
-    ``budget`` bounds the tokens of the step (0: no bound).  The step is in flight until retired.
+    ``budget`` bounds the tokens of the step (0: no bound).  With ``items``, (request, tokens)
+    each, the step computes so many tokens of just these running requests, or as many as are
+    there and have slots.  The step is in flight until retired.
     """
 
     budget: Index = 0
+    items: tuple[tuple[Index, Tokens], ...] = ()
 
 
 class Retire(Operation, frozen=True, gc=False):
     """The oldest step in flight finishes: its writes have landed, its results are applied."""
 
 
+# -- one floor above: what drives a scheduler -----------------------------------------------------
+
+
+class Arrive(Operation, frozen=True, gc=False):
+    """A client sends a request to the scheduler, which will admit it when its policy says so.
+
+    It stops after ``output`` tokens, which the policy cannot know; ``max_tokens`` is what its
+    client allows (0: just as many).  The smaller ``priority``, the more urgent.
+    """
+
+    prompt: Annotated[tuple[Segment, ...], Meta(min_length=1)]
+    output: Tokens = 1
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 22)] = 0
+    priority: Index = 0
+    salt: Index = 0
+
+
+class Schedule(Operation, frozen=True, gc=False):
+    """The scheduler plans one iteration and launches its step."""
+
+
+class Run(Operation, frozen=True, gc=False):
+    """So many iterations, one after another: schedule, and retire the oldest step.
+
+    Ends early when nothing is left to run.
+    """
+
+    iterations: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
+
+
 AnyOperation = (
-    Admit | Grow | Finish | Abort | Fork | Evict | Reset | Preempt | Resume | Launch | Retire
+    Admit
+    | Grow
+    | Decode
+    | Reserve
+    | Finish
+    | Abort
+    | Fork
+    | Evict
+    | Reset
+    | Preempt
+    | Resume
+    | Launch
+    | Retire
+    | Arrive
+    | Schedule
+    | Run
 )
 
 OPERATION_TYPES: tuple[type[Operation], ...] = (
     Admit,
     Grow,
+    Decode,
+    Reserve,
     Finish,
     Abort,
     Fork,
@@ -145,10 +221,17 @@ OPERATION_TYPES: tuple[type[Operation], ...] = (
     Resume,
     Launch,
     Retire,
+    Arrive,
+    Schedule,
+    Run,
 )
 
-KINDS: tuple[str, ...] = tuple(cls.__name__.lower() for cls in OPERATION_TYPES)
+ALL_KINDS: tuple[str, ...] = tuple(cls.__name__.lower() for cls in OPERATION_TYPES)
 """The names of all operation kinds, as they stand in a case's ``"op"`` fields."""
+SCHEDULER_KINDS = ("arrive", "schedule", "run", "retire", "abort")
+"""Those that drive a scheduler …"""
+KINDS = tuple(kind for kind in ALL_KINDS if kind not in ("arrive", "schedule", "run"))
+"""… and those that drive a cache."""
 
 
 def kind_of(operation: Operation) -> str:

@@ -105,6 +105,11 @@ def sampled_tokens(choice: int, position: int, count: int) -> list[int]:
     return tokens
 
 
+def sampled_token(choice: int, position: int) -> int:
+    """The one token that ``choice`` samples at ``position``."""
+    return _sampled_list(choice, position // CHUNK)[position % CHUNK]
+
+
 def sampled_chunk(choice: int, chunk: int) -> Numbers:
     """The tokens that ``choice`` samples at the ``CHUNK`` positions from ``chunk·CHUNK`` on."""
     return _scramble(choice * _INCREMENT + 0x1234567, chunk * CHUNK, CHUNK, 5)

@@ -54,7 +54,32 @@ EventHandler = Callable[[Any], None]
 OperationHandler = Callable[[Any, Outcome], None]
 
 
-class Check:
+class Described:
+    """What every check says of itself, by its module's docstring and its attributes."""
+
+    claims: ClassVar[tuple[Claim, ...]]
+    positive_control: ClassVar[str]
+
+    @classmethod
+    def id(cls) -> str:
+        return cls.__name__.upper()
+
+    @classmethod
+    def describe(cls) -> Property:
+        """The property, read from the module's docstring."""
+        text = inspect.getdoc(sys.modules[cls.__module__]) or ""
+        title = text.partition("\n")[0].partition(": ")[2].rstrip(".")
+        return Property(
+            cls.id(),
+            title,
+            cls.claims,
+            _part(text, "Verifies"),
+            _part(text, "Does not verify"),
+            cls.positive_control,
+        )
+
+
+class Check(Described):
     """Base of all checks.  Hooks that a check does not override cost nothing.
 
     Order within one operation: ``expecting`` handlers (books as before the operation), then for
@@ -62,8 +87,6 @@ class Check:
     and after every few operations ``settle``, sometimes ``audit``.
     """
 
-    claims: ClassVar[tuple[Claim, ...]]
-    positive_control: ClassVar[str]
     counts_itself: ClassVar[bool] = False
     """``checked`` counts all that was compared; else every look of the check's counts."""
     concludes_on: ClassVar[tuple[type[Operation], ...]] = OPERATION_TYPES
@@ -146,24 +169,6 @@ class Check:
             type(self).conclude is not Check.conclude
             and kind in self.concludes_on
             and status in self.concludes_when
-        )
-
-    @classmethod
-    def id(cls) -> str:
-        return cls.__name__.upper()
-
-    @classmethod
-    def describe(cls) -> Property:
-        """The property, read from the module's docstring."""
-        text = inspect.getdoc(sys.modules[cls.__module__]) or ""
-        title = text.partition("\n")[0].partition(": ")[2].rstrip(".")
-        return Property(
-            cls.id(),
-            title,
-            cls.claims,
-            _part(text, "Verifies"),
-            _part(text, "Does not verify"),
-            cls.positive_control,
         )
 
 

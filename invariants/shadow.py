@@ -64,6 +64,13 @@ class Shadow:
         for offset in range(tokens):  # fewer than a block: only a partial block is copied
             content[target * size + offset] = content[source * size + offset]
 
+    def copy_blocks(self, sources: Sequence[int], other: Shadow, targets: Sequence[int]) -> None:
+        """Copy whole blocks into another shadow."""
+        size = self.block_size
+        for source, target in zip(sources, targets, strict=True):
+            row = self.content[source * size : (source + 1) * size]
+            other.content[target * size : (target + 1) * size] = row
+
     def poison(self, blocks: Sequence[int], poison: int) -> None:
         """Nobody's bytes are in these blocks any more."""
         if len(blocks) > _BULK_BLOCKS:

@@ -18,7 +18,10 @@ from kvproof.invariants.events import (
     BlocksReleased,
     BlocksReused,
     BlocksShared,
+    BlocksSwappedIn,
+    BlocksSwappedOut,
     Event,
+    HostBlocksReleased,
     ReleaseFenced,
     RequestAborted,
     RequestAdmitted,
@@ -27,13 +30,16 @@ from kvproof.invariants.events import (
     RequestGrown,
     RequestPreempted,
     RequestResumed,
+    RequestsDecoded,
     StepItem,
     StepLaunched,
     StepRetired,
 )
 from kvproof.invariants.operations import Operation, kind_of
 from kvproof.invariants.outcomes import Outcome
-from kvproof.invariants.verdict import Violation
+from kvproof.invariants.scheduling.story import iterations_story, rejected_state
+from kvproof.invariants.scheduling.vocabulary import SchedulerEvent
+from kvproof.invariants.verdict import SCHEDULING_PROPERTIES, Violation
 
 
 class Moment(Struct, frozen=True):
@@ -48,6 +54,11 @@ class Moment(Struct, frozen=True):
 def explain(violation: Violation, moments: Sequence[Moment], block_size: int) -> str:
     """The violation, and how it came about."""
     what = f"{violation.property} at operation {violation.op}: {violation.message}."
+    events = [event for moment in moments for event in moment.events]
+    if any(isinstance(event, SchedulerEvent) for event in events):
+        what = _with_iterations(what, events)
+        if violation.property in SCHEDULING_PROPERTIES:
+            return what  # its request is named by arrival, not as the cache names it
     story = list(_story(violation, moments, block_size))
     if not story:
         return what
@@ -57,6 +68,12 @@ def explain(violation: Violation, moments: Sequence[Moment], block_size: int) ->
         else f"Request {violation.request}"
     )
     return f"{what}\n{subject}: {'; '.join(story)}."
+
+
+def _with_iterations(what: str, events: Sequence[Event]) -> str:
+    state = rejected_state(events)
+    given = f"\nThe policy was given {state}." if state else ""
+    return f"{what}\nWhat happened: {iterations_story(events)}.{given}"
 
 
 def _story(violation: Violation, moments: Sequence[Moment], block_size: int) -> Iterator[str]:
@@ -118,6 +135,11 @@ class _Block:
             return f"evicted ({event.cause})"
         if isinstance(event, BlocksPublished):
             return f"made findable by r{event.request} as row {event.row + index}"
+        if isinstance(event, BlocksSwappedOut):
+            return f"copied by r{event.request} to host block {_nth(event.host_blocks, index)}"
+        if isinstance(event, BlocksSwappedIn):
+            host_block = _nth(event.host_blocks, index)
+            return f"filled by r{event.request} from host block {host_block}"
         return None
 
     def _copied(self, event: BlockCopied) -> str | None:
@@ -169,6 +191,8 @@ class _Request:
             return f"step {event.step} retired" if event.step in self._steps else None
         if isinstance(event, RequestForked):
             return self._forked(event)
+        if isinstance(event, RequestsDecoded):
+            return "grew by 1" if self._request in event.requests else None
         if getattr(event, "request", None) != self._request:
             return None
         return self._own(event)
@@ -205,4 +229,18 @@ class _Request:
                 return f"gave back blocks {list(event.blocks)}"
             case BlockCopied():
                 return f"copied block {event.source} to {event.target}"
+            case BlocksSwappedOut():
+                return f"swapped out to host blocks {list(event.host_blocks)}"
+            case BlocksSwappedIn():
+                return (
+                    f"swapped in from host blocks {list(event.host_blocks)} to blocks "
+                    f"{list(event.blocks)}"
+                )
+            case HostBlocksReleased():
+                return f"gave back host blocks {list(event.host_blocks)}"
         return None
+
+
+def _nth(blocks: Sequence[int], index: int) -> int | None:
+    """The block that moved with the one at ``index``; None where the report has too few."""
+    return blocks[index] if index < len(blocks) else None

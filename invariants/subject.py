@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 from kvproof.invariants.events import Event
 from kvproof.invariants.operations import Operation
 from kvproof.invariants.outcomes import Outcome
+from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.view import View
 
 
@@ -32,6 +33,10 @@ class Configuration(Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
     kv_bytes_per_token: Annotated[int, Meta(ge=1)] = 131_072
     """Only scales the byte figures.  The default is the chapter's example: 32 layers, K and V,
     8 KV heads of 128, two bytes an element."""
+    host_blocks: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    """Swap space: blocks of host memory, in each group."""
+    scheduling: Limits = Limits()
+    """What bounds a scheduler's iterations."""
 
 
 class Semantics(Struct, frozen=True):
@@ -70,6 +75,11 @@ class Semantics(Struct, frozen=True):
     """A step may be launched while another is in flight."""
     separates_media: bool = True
     """Media items are part of the keys, and of what an admission may carry."""
+    slots: bool = True
+    """Blocks may be given for part of a prompt or in advance (``slots``), and steps be told what
+    to compute (``items``)."""
+    swaps: bool = True
+    """Preempted requests may be swapped out to host blocks."""
 
     def features(self) -> frozenset[str]:
         """What situations may need beside operations, by name."""
@@ -78,6 +88,8 @@ class Semantics(Struct, frozen=True):
             "chunks": self.chunks,
             "runs-ahead": self.runs_ahead,
             "media": self.separates_media,
+            "slots": self.slots,
+            "swaps": self.swaps,
         }
         return frozenset(name for name, has in names.items() if has)
 

@@ -13,7 +13,7 @@ not security: tokens are not chosen by an adversary.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -84,6 +84,13 @@ def extend_sampled(tags: Tags[int], choice: int, count: int) -> None:
     for mixed in mixes:
         last = (last * _P + mixed) & MASK
         tags.append(last)
+
+
+def extend_each(sequences: Sequence[Tags[int]], choice: int) -> None:
+    """Append to each sequence's tags that of the one token that ``choice`` samples after them."""
+    for tags in sequences:
+        chunk, offset = divmod(len(tags), CHUNK)
+        tags.append((tags[-1] * _P + _mixed_samples(choice, chunk)[offset]) & MASK)
 
 
 @lru_cache(maxsize=512)

@@ -33,7 +33,21 @@ _SPECIFIC_FIRST = (
     "MET",
     "LIFE",
     "CAP",
+    "PLAN",
+    "FIT",
+    "BUDGET",
+    "HOLD",
+    "PROGRESS",
+    "NOEVICT",
+    "FCFS",
+    "PRIORITY",
+    "BATCH",
+    "STARVE",
+    "LIVE",
+    "METER",
 )
+SCHEDULING_PROPERTIES = frozenset(_SPECIFIC_FIRST[_SPECIFIC_FIRST.index("PLAN") :])
+"""Those of a scheduler: their requests are named by arrival."""
 
 
 class Violation(Struct, frozen=True):

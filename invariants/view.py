@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
-RequestState = Literal["running", "preempted"]
+RequestState = Literal["running", "preempted", "swapped"]
 Standing = tuple[RequestState, int, int, tuple[int, ...]]
 """A live request's state, its tokens (prompt, grown and sampled), how many of them are computed
 (steps in flight excluded), and the rows of its block table in each group."""
@@ -48,6 +48,10 @@ class View(Protocol):
 
     def table(self, request: int, group: int) -> Sequence[int]:
         """Physical block by logical block of a live request; empty while preempted."""
+        ...
+
+    def free_host_count(self, group: int) -> int:
+        """Free blocks of swap space; 0 for subjects without."""
         ...
 
     def steps_in_flight(self) -> Sequence[int]:

@@ -32,8 +32,15 @@ from kvproof.invariants.events import (
     StepLaunched,
     StepRetired,
 )
-from kvproof.invariants.operations import Admit
+from kvproof.invariants.operations import Admit, Arrive
 from kvproof.invariants.outcomes import Outcome
+from kvproof.invariants.scheduling.vocabulary import (
+    Completed,
+    Limits,
+    PlanRejected,
+    Scheduled,
+    SchedulerEvent,
+)
 from kvproof.invariants.story import Moment
 from kvproof.invariants.verdict import Violation
 
@@ -57,7 +64,7 @@ CASE = Case(
 
 
 def test_{name}() -> None:
-    harness = Harness(subject_factory(CASE.subject)(CASE.configuration), audit_interval=1)
+    harness = harness_for(subject_factory(CASE.subject)(CASE.configuration), audit_interval=1)
 {run}
     assert not harness.violations, harness.violations[0].message
 '''
@@ -94,7 +101,7 @@ def _docstring(text: str) -> str:
 def _imports(case: Case) -> str:
     kinds = {type(operation).__name__ for operation in case.operations}
     admissions = [operation for operation in case.operations if isinstance(operation, Admit)]
-    if admissions:
+    if admissions or any(isinstance(operation, Arrive) for operation in case.operations):
         kinds.add("Segment")
     if any(operation.media for operation in admissions):
         kinds.add("Media")
@@ -102,9 +109,11 @@ def _imports(case: Case) -> str:
         "from kvproof.invariants.case import Case",
         f"from kvproof.invariants.operations import {', '.join(sorted(kinds))}",
         "from kvproof.invariants.subject import Configuration",
-        "from kvproof.stateful_tests.harness import Harness",
+        "from kvproof.stateful_tests.harnesses import harness_for",
         "from kvproof.stateful_tests.subjects import subject_factory",
     ]
+    if case.configuration.scheduling != Limits():
+        lines.insert(2, "from kvproof.invariants.scheduling.vocabulary import Limits")
     if case.fault is not None:
         lines.insert(0, "from kvproof.fuzz.faults import fault_by_id")
     return "\n".join(lines)
@@ -122,9 +131,9 @@ def _source(value: Struct) -> str:
     """A struct as a Python expression, without what is as by default."""
     default = type(value)()
     fields = [
-        f"{name}={getattr(value, name)!r}"
+        f"{name}={_source(own) if isinstance(own, Struct) else repr(own)}"
         for name in value.__struct_fields__
-        if getattr(value, name) != getattr(default, name)
+        if (own := getattr(value, name)) != getattr(default, name)
     ]
     return f"{type(value).__name__}({', '.join(fields)})"
 
@@ -135,6 +144,9 @@ _LEGEND = """\
 r3: request 3, b7: block 7, s2: step 2, [1]: row 1 of the request's block table
 + given   = reused (prefix hit)   & shared with a fork   > copied (copy-on-write)
 - released   * made findable   x evicted   ~ left to the fence of a step in flight"""
+_SCHEDULER_LEGEND = """
+q3: request 3 of the scheduler, by arrival (in the cache it may be another r)
+#4: iteration 4: what its plan ran, for how many tokens; ! preempted, !! swapped out"""
 
 
 def log_text(case: Case, explanation: str, moments: Sequence[Moment] = ()) -> str:
@@ -150,8 +162,10 @@ def log_text(case: Case, explanation: str, moments: Sequence[Moment] = ()) -> st
     ]
     world = f"{case.subject}, {_source(case.configuration)}"
     features = f"features: {', '.join(case.features)}\n" if case.features else ""
+    schedules = any(isinstance(e, SchedulerEvent) for moment in moments for e in moment.events)
+    legend = _LEGEND + _SCHEDULER_LEGEND * schedules
     return (
-        f"{_wrapped(explanation)}\n\n{world}\n{features}\n{_LEGEND}\n\n" + "\n".join(lines) + "\n"
+        f"{_wrapped(explanation)}\n\n{world}\n{features}\n{legend}\n\n" + "\n".join(lines) + "\n"
     )
 
 
@@ -169,7 +183,7 @@ def _answer(outcome: Outcome) -> str:
 
 def _changes(events: Sequence[Event]) -> str:
     said = (_SAID[type(event)](event) for event in events if type(event) in _SAID)
-    return "; ".join(said)
+    return "; ".join(filter(None, said))
 
 
 def _blocks(event: Any) -> str:
@@ -199,6 +213,17 @@ def _item(item: StepItem) -> str:
     return f"r{item.request} {item.start}..{item.end - 1}"
 
 
+def _iteration(event: Scheduled) -> str:
+    parts = [f"q{part.request}={part.tokens}" for part in event.parts] or ["nothing"]
+    parts += [f"!q{request}" for request in event.preempted]
+    parts += [f"!!q{request}" for request in event.swapped]
+    return f"#{event.iteration}: {' '.join(parts)}"
+
+
+def _completed(event: Completed) -> str:
+    return ", ".join(f"q{request} finished" for request in event.finished)
+
+
 _SAID: dict[type[Event], Callable[[Any], str]] = {
     BlocksAllocated: _placed("+"),
     BlocksReused: _placed("="),
@@ -210,6 +235,9 @@ _SAID: dict[type[Event], Callable[[Any], str]] = {
     ReleaseFenced: lambda event: f"~r{event.request} s{event.step}",
     StepLaunched: lambda event: f"s{event.step}: " + ", ".join(map(_item, event.items)),
     StepRetired: lambda event: f"s{event.step} retired",
+    Scheduled: _iteration,
+    Completed: _completed,
+    PlanRejected: lambda event: f"plan rejected: {event.kind}",
 }
 """Events that say more than the operation and its outcome."""
 

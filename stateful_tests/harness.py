@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from traceback import extract_tb
 
+from msgspec.structs import replace
+
 from kvproof.invariants.checker import Checker
 from kvproof.invariants.events import Event
 from kvproof.invariants.operations import (
@@ -24,6 +26,16 @@ from kvproof.invariants.verdict import Violation
 
 CRASH = "CRASH"
 """The property that a subject breaks by raising: an operation answers, it does not raise."""
+
+
+def crash_violation(operation: Operation, error: Exception) -> Violation:
+    """What it means that an operation raised."""
+    frame = extract_tb(error.__traceback__)[-1]
+    return Violation(
+        CRASH,
+        f"{kind_of(operation)} raised {type(error).__name__}: {error} "
+        f"({Path(frame.filename).name}:{frame.lineno}, in {frame.name})",
+    )
 
 
 class Harness:
@@ -74,13 +86,23 @@ class Harness:
                 self.violations = violations
         return outcome
 
+    @property
+    def goals(self) -> dict[str, int]:
+        """How often each situation was met."""
+        return self.checker.goals.hits
+
+    @property
+    def operations(self) -> int:
+        """Operations observed."""
+        return self.checker.operations
+
+    def checks(self) -> dict[str, int]:
+        """How often each property was put to the test."""
+        return self.checker.checked()
+
     def _crashed(self, operation: Operation, error: Exception) -> Outcome:
-        frame = extract_tb(error.__traceback__)[-1]
-        message = (
-            f"{kind_of(operation)} raised {type(error).__name__}: {error} "
-            f"({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
-        )
-        self.violations = (Violation(CRASH, message, op=self.checker.operations),)
+        violation = crash_violation(operation, error)
+        self.violations = (replace(violation, op=self.checker.operations),)
         return SKIPPED
 
     def run(self, operations: Iterable[Operation]) -> Sequence[Violation]:

@@ -38,7 +38,7 @@ from kvproof.invariants.story import Moment, explain
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Violation, primary
 from kvproof.stateful_tests.export import pytest_source
-from kvproof.stateful_tests.harness import Harness
+from kvproof.stateful_tests.harnesses import AnyHarness, harness_for
 from kvproof.stateful_tests.strategies import (
     FOLLOW_UPS,
     RECIPES,
@@ -46,6 +46,7 @@ from kvproof.stateful_tests.strategies import (
     Recipe,
     World,
     follow_up,
+    scheduler_world,
     world,
 )
 from kvproof.stateful_tests.subjects import SubjectFactory
@@ -91,6 +92,16 @@ class Setup(Struct, frozen=True):
     on_failure: OnFailure | None = None
     totals: Totals | None = None
 
+    @property
+    def able(self) -> frozenset[str]:
+        """The features of the subject."""
+        return self.factory(Configuration()).semantics.features()
+
+    @property
+    def schedules(self) -> bool:
+        """Whether the subject is a scheduler."""
+        return "arrive" in self.factory(Configuration()).capabilities
+
 
 class CacheMachine(RuleBasedStateMachine):
     """A run of one subject; :func:`machine_for` adds the rules."""
@@ -99,7 +110,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._harness: Harness | None = None
+        self._harness: AnyHarness | None = None
         self._world: World
         self._operations: list[AnyOperation] = []
         self._over = False
@@ -107,8 +118,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(**WORLD_ARGUMENTS)
     def start(self, **arguments: int) -> None:
-        self._world = world(**arguments)
-        self._harness = Harness(
+        if self.setup.schedules:
+            self._world = scheduler_world(**arguments)
+        else:
+            self._world = world(**arguments, able=self.setup.able)
+        self._harness = harness_for(
             self.setup.factory(self._world.configuration),
             audit_interval=self.setup.audit_interval,
         )
@@ -135,7 +149,7 @@ class CacheMachine(RuleBasedStateMachine):
             if self.setup.totals is not None:
                 self.setup.totals.add(harness)
 
-    def _quiesce(self, harness: Harness) -> None:
+    def _quiesce(self, harness: AnyHarness) -> None:
         try:
             harness.drain(self._operations)
             harness.audit()
@@ -144,7 +158,7 @@ class CacheMachine(RuleBasedStateMachine):
         if harness.violations:
             self._fail()
 
-    def _case(self, harness: Harness) -> Case:
+    def _case(self, harness: AnyHarness) -> Case:
         violations = harness.violations
         return Case(
             self.setup.name,
@@ -238,7 +252,7 @@ _TIDIED_UP_TO = 100
 
 
 def _replay(factory: SubjectFactory, case: Case) -> Finding | None:
-    harness = Harness(factory(case.configuration), audit_interval=1)
+    harness = harness_for(factory(case.configuration), audit_interval=1)
     moments: list[Moment] = []
     try:
         for index, operation in enumerate(case.operations):

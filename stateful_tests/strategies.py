@@ -22,6 +22,8 @@ from kvproof.invariants.operations import (
     Abort,
     Admit,
     AnyOperation,
+    Arrive,
+    Decode,
     Evict,
     Finish,
     Fork,
@@ -29,17 +31,24 @@ from kvproof.invariants.operations import (
     Launch,
     Media,
     Preempt,
+    Reserve,
     Reset,
     Resume,
     Retire,
+    Run,
+    Schedule,
     Segment,
 )
+from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.subject import Configuration
 
-FEATURES = ("tails", "chunks", "salt", "adapter", "media", "long", "narrow")
+FEATURES = ("tails", "chunks", "salt", "adapter", "media", "long", "narrow", "slots", "swaps")
 """What a run may have on: prompts with diverging tails; steps with budgets; prompts under salts,
-adapters, with media; prompts near the pool's size; few running requests.  The names are those of
-the seeded generator, so that a case reads the same from either driver."""
+adapters, with media; prompts near the pool's size; few running requests; blocks for part of a
+prompt or in advance, and steps over chosen requests; swap space.  The names are those of the
+seeded generator, so that a case reads the same from either driver."""
+OPTIONAL_FEATURES = frozenset(("slots", "swaps"))
+"""Those of which the subject must be capable (see ``Semantics.features``)."""
 
 _BLOCK_SIZES = (1, 2, 3, 4, 5, 8, 12, 16)
 _REQUESTS = 64
@@ -57,6 +66,8 @@ class World(Struct, frozen=True):
 
     configuration: Configuration
     features: tuple[str, ...] = ()
+    schedules: bool = False
+    """Whether it is a scheduler that is driven."""
 
 
 Arguments = Mapping[str, Any]
@@ -73,21 +84,73 @@ WORLD_ARGUMENTS: Arguments = {
 """Strategies for the arguments of :func:`world`."""
 
 
-def world(blocks: int, block_size: int, run_ahead: int, requests: int, features: int) -> World:
-    """The world of one run; ``features`` has a bit for each of ``FEATURES``."""
-    on = tuple(name for bit, name in enumerate(FEATURES) if features >> bit & 1)
+def world(
+    blocks: int,
+    block_size: int,
+    run_ahead: int,
+    requests: int,
+    features: int,
+    able: frozenset[str] = OPTIONAL_FEATURES,
+) -> World:
+    """The world of one run; ``features`` has a bit for each of ``FEATURES``.
+
+    ``able``: the features of the subject.
+    """
+    on = tuple(
+        name
+        for bit, name in enumerate(FEATURES)
+        if features >> bit & 1 and (name in able or name not in OPTIONAL_FEATURES)
+    )
     configuration = Configuration(
         blocks=blocks,
         block_size=block_size,
         requests=1 + requests if "narrow" in on else _REQUESTS,
         run_ahead=run_ahead,
+        host_blocks=1 + blocks // 3 if "swaps" in on else 0,
     )
     return World(configuration, on)
 
 
+SCHEDULER_FEATURES = (
+    "tails",
+    "small-budget",
+    "long",
+    "narrow",
+    "priorities",
+    "early-stops",
+    "whole-prefill",
+    "watermark",
+    "swaps",
+)
+"""What a run of a scheduler may have on; the names are those of the seeded generator."""
+
+
+def scheduler_world(
+    blocks: int, block_size: int, run_ahead: int, requests: int, features: int
+) -> World:
+    """The world of one run of a scheduler; a bit of ``features`` for each of its features."""
+    on = tuple(name for bit, name in enumerate(SCHEDULER_FEATURES) if features >> bit & 1)
+    pool, whole = blocks * block_size, "whole-prefill" in on
+    small = "small-budget" in on and not whole
+    configuration = Configuration(
+        blocks=blocks,
+        block_size=block_size,
+        requests=1 + requests if "narrow" in on else _REQUESTS,
+        run_ahead=run_ahead,
+        host_blocks=1 + blocks // 3 if "swaps" in on else 0,
+        scheduling=Limits(
+            token_budget=pool if whole else block_size + requests if small else 8192,
+            watermark_blocks=1 if "watermark" in on else 0,
+            max_model_tokens=pool if whole else 1 << 22,
+            chunked_prefill=not whole,
+        ),
+    )
+    return World(configuration, on, schedules=True)
+
+
 def _admit(world: World, prompt: int, identity: int) -> Admit:
     """``prompt``: edge (2 bits), rows (3), stem (2).  ``identity``: tail (2 bits), salt (2),
-    adapter (1), media (2); each counts only where its feature is on."""
+    adapter (1), media or else slots (2); each counts only where its feature is on."""
     features = world.features
     stem = Segment(_STEMS[prompt >> 5], _stem_length(world, prompt))
     if not identity or not features:
@@ -99,7 +162,16 @@ def _admit(world: World, prompt: int, identity: int) -> Admit:
         salt=(identity >> 2 & 3) % 3 if "salt" in features else 0,
         adapter=identity >> 4 & 1 if "adapter" in features else 0,
         media=_media(world, prompt >> 5, media) if media else (),
+        slots=0 if "media" in features else _slots(world, identity >> 5),
     )
+
+
+def _slots(world: World, slots: int) -> int:
+    """None of one's own; a token more than a block; half of the pool."""
+    if not slots or "slots" not in world.features:
+        return 0
+    size = world.configuration.block_size
+    return (size, size + 1, world.configuration.blocks // 2 * size)[slots - 1]
 
 
 def _stem_length(world: World, prompt: int) -> int:
@@ -136,8 +208,37 @@ def _evict(world: World, blocks: int) -> Evict:
     return Evict((1, 2, 4, world.configuration.blocks)[blocks])
 
 
+def _reserve(world: World, request: int, slots: int) -> Reserve:
+    """``slots``: edge (2 bits), rows (2)."""
+    return Reserve(
+        request, max(1, (1 + (slots >> 2)) * world.configuration.block_size + _EDGES[slots & 3])
+    )
+
+
+def _decode(world: World, first: int, more: int) -> Decode:
+    """``more``: how many besides (2 bits), choice (1)."""
+    return Decode(tuple(range(first, first + 1 + (more & 3))), more >> 2)
+
+
 def _launch(world: World, budget: int) -> Launch:
+    if "slots" in world.features and budget & 1:
+        return Launch(items=((budget >> 1 & 3, 1 + (budget >> 3)), (budget >> 3, 1)))
     return Launch(budget if "chunks" in world.features else 0)
+
+
+def _arrive(world: World, prompt: int, output: int) -> Arrive:
+    """``prompt``: as for ``_admit``.  ``output``: tokens (3 bits), tail (2), priority (1), early
+    stop (1)."""
+    features, size = world.features, world.configuration.block_size
+    stem = Segment(_STEMS[prompt >> 5], _stem_length(world, prompt))
+    tail = output >> 3 & 3 if "tails" in features else 0
+    tokens = (1, 2, size, size + 1, 3, 2 * size, 1, 2)[output & 7]
+    return Arrive(
+        (stem, _tail(world, tail)) if tail else (stem,),
+        output=tokens,
+        max_tokens=tokens + size if "early-stops" in features and output >> 6 else 0,
+        priority=output >> 5 & 1 if "priorities" in features else 0,
+    )
 
 
 class Recipe(Struct, frozen=True):
@@ -153,6 +254,8 @@ _REQUEST = {"request": st.integers(0, 7)}
 RECIPES: Mapping[str, Recipe] = {
     "admit": Recipe(_admit, {"prompt": st.integers(0, 127), "identity": st.integers(0, 127)}),
     "grow": Recipe(_grow, _REQUEST | {"growth": st.integers(0, 15)}),
+    "decode": Recipe(_decode, {"first": st.integers(0, 3), "more": st.integers(0, 7)}),
+    "reserve": Recipe(_reserve, _REQUEST | {"slots": st.integers(0, 15)}),
     "finish": Recipe(lambda world, request: Finish(request), _REQUEST),
     "abort": Recipe(lambda world, request: Abort(request), _REQUEST),
     "fork": Recipe(
@@ -160,10 +263,19 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "evict": Recipe(_evict, {"blocks": st.integers(0, 3)}),
     "reset": Recipe(lambda world: Reset()),
-    "preempt": Recipe(lambda world, request: Preempt(request), _REQUEST),
-    "resume": Recipe(lambda world, request: Resume(request), _REQUEST),
+    "preempt": Recipe(
+        lambda world, request, swap: Preempt(request, swap and "swaps" in world.features),
+        _REQUEST | {"swap": st.booleans()},
+    ),
+    "resume": Recipe(
+        lambda world, request, slots: Resume(request, _slots(world, slots)),
+        _REQUEST | {"slots": st.integers(0, 3)},
+    ),
     "launch": Recipe(_launch, {"budget": st.integers(0, 31)}),
     "retire": Recipe(lambda world: Retire()),
+    "arrive": Recipe(_arrive, {"prompt": st.integers(0, 127), "output": st.integers(0, 127)}),
+    "schedule": Recipe(lambda world: Schedule()),
+    "run": Recipe(lambda world, more: Run(1 + more), {"more": st.integers(0, 3)}),
 }
 """Every kind of operation, by its name."""
 
@@ -181,6 +293,8 @@ def follow_up(world: World, then: int) -> tuple[AnyOperation, ...]:
     kind, argument = then & 7, then >> 3
     if kind == 0:
         return ()
+    if world.schedules:
+        return (_arrive(world, argument * kind, argument),) if kind <= 3 else (Run(kind - 3),)
     if kind <= 2:
         return (_admit(world, argument * kind, 0),)
     if kind <= 4:

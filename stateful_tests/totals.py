@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
-from kvproof.stateful_tests.harness import Harness
+from kvproof.stateful_tests.harnesses import AnyHarness
 
 
 class Totals(Struct):
@@ -19,16 +19,16 @@ class Totals(Struct):
     problems: list[str] = field(default_factory=list)
     """Why the verdict is unknown: a checker stumbled."""
 
-    def add(self, harness: Harness) -> None:
+    def add(self, harness: AnyHarness) -> None:
         """Add a finished run."""
         self.runs += 1
-        self.ops += harness.checker.operations
+        self.ops += harness.operations
         for kind, counts in harness.operation_counts().items():
             total = self.operations.setdefault(kind, dict.fromkeys(counts, 0))
             for status, count in counts.items():
                 total[status] += count
-        _add(self.goals, harness.checker.goals.hits)
-        _add(self.checked, harness.checker.checked())
+        _add(self.goals, harness.goals)
+        _add(self.checked, harness.checks())
 
     def merged(self, other: Totals) -> Totals:
         """Both together."""

@@ -25,9 +25,13 @@ from kvproof.invariants.events import (
     BlocksPublished,
     BlocksReleased,
     BlocksReused,
+    BlocksSwappedIn,
+    BlocksSwappedOut,
     Event,
+    HostBlocksReleased,
     ReleaseFenced,
     RequestAdmitted,
+    RequestsDecoded,
     StepItem,
     StepLaunched,
     StepRetired,
@@ -35,6 +39,7 @@ from kvproof.invariants.events import (
 from kvproof.invariants.operations import (
     Abort,
     Admit,
+    Decode,
     Evict,
     Finish,
     Fork,
@@ -42,6 +47,7 @@ from kvproof.invariants.operations import (
     Launch,
     Operation,
     Preempt,
+    Reserve,
     Reset,
     Resume,
     Retire,
@@ -102,7 +108,7 @@ def found(
     **semantics: Any,
 ) -> list[Violation]:
     """What the checks say of the run; they settle and audit after each operation."""
-    witness = Witness(Configuration(blocks=8, requests=4), **semantics)
+    witness = Witness(Configuration(blocks=8, requests=4, host_blocks=2), **semantics)
     checker = Checker(witness, checks=checks, interval=1)  # type: ignore[arg-type]
     for number, operation in enumerate(run):
         outcome = witness.subject.apply(operation)
@@ -197,8 +203,8 @@ def more(item: StepItem) -> Lie:
     return change(StepLaunched, items=lambda items: [*items, item])
 
 
-def prompt(length: int, source: int = 0) -> Admit:
-    return Admit((Segment(source, length),))
+def prompt(length: int, source: int = 0, slots: int = 0) -> Admit:
+    return Admit((Segment(source, length),), slots=slots)
 
 
 STEP = (Launch(), Retire())
@@ -208,6 +214,9 @@ IN_FLIGHT = (prompt(1), Launch(), Finish(0), Retire())
 USED = (prompt(6), prompt(1, 1), *STEP, Finish(1))
 AWAY = (prompt(1), Preempt(0), prompt(1))
 TWO = (prompt(4), prompt(4, 1), *STEP)
+OUT = Preempt(0, swap=True)
+SWAPPED = (prompt(6), *STEP, OUT)
+PART = prompt(9, slots=4)
 KEY = b"a key"
 KEY_OF_FIRST = block_key(root_key(0, 0, 0), prompt_tokens(prompt(4).prompt), b"")
 REFUSED = Outcome("refused", "no_free_blocks")
@@ -246,6 +255,23 @@ row("LIFE", [prompt(1)], stands(1, 2), "has 2 tokens, but it was given 1", None,
 row("LIFE", [prompt(1)], shows(requests=lambda _: []), "live requests are [], but should be [0]")
 row("LIFE", [prompt(1), Launch()], shows(steps_in_flight=lambda _: []), "in flight, not [0]")
 row("LIFE", [prompt(1)], shows(table=lambda _: [5]), "is [5], but it was given [1]", None, 0)
+row("LIFE", [*TWO, Decode((1, 3))], says(children=(0,)), "done for requests [0], but it names [1]")
+row("LIFE", [*TWO, Decode((0, 1))], says(children=(1, 0)), "requests [1, 0], but it names [0, 1]")
+row("LIFE", [prompt(1), Decode((0,))], says(children=(0, 0)), "[0, 0], but it names [0]")
+row("LIFE", [prompt(1), Decode((0,))], answers(SKIPPED), "decode was skipped for requests []")
+row("LIFE", [Decode((0,))], answers(Outcome("done")), "decode was done for requests []")
+row(
+    "LIFE",
+    [*TWO, Decode((1,))],
+    change(RequestsDecoded, requests=[9]),
+    "does not fit what happened",
+)
+row("LIFE", [prompt(4), Decode((0,))], stands(1, 4), "has 4 tokens, but it was", None, 0)
+row("LIFE", [prompt(1), Reserve(0, 5)], answers(SKIPPED), "reserve was skipped for request None")
+row("LIFE", SWAPPED, stands(0, "preempted"), "request 0 is preempted, not swapped", None, 0)
+row("LIFE", AWAY[:2], stands(0, "swapped"), "request 0 is swapped, not preempted", None, 0)
+row("LIFE", [*SWAPPED, Resume(0)], change(BlocksSwappedIn, host_blocks=[1, 0]), "does not fit what")
+row("LIFE", [*SWAPPED, Abort(0)], change(HostBlocksReleased, host_blocks=[0]), "does not fit what")
 
 # CONS: free and held blocks make the pool
 row("CONS", [prompt(1)], shows(free_count=add_to(1)), "8 blocks are reported free and 1 are held")
@@ -254,6 +280,16 @@ row("CONS", [prompt(1)], shows(free_blocks=put(0, 0)), "reserved block 0 is free
 row("CONS", [prompt(1)], shows(free_blocks=lambda f: [1, *f]), "free, and held 1 times", 1)
 row("CONS", [prompt(1)], shows(free_blocks=lambda f: f[1:]), "is neither free nor held", 2)
 row("CONS", [prompt(1)], shows(free_blocks=lambda f: f[1:]), "but the counter says 7")
+row("CONS", [prompt(1)], shows(free_host_count=add_to(-1)), "1 host blocks are reported free and 0")
+row("CONS", SWAPPED, shows(free_host_count=add_to(1)), "1 host blocks are reported free and 2 hold")
+row(
+    "CONS",
+    [*SWAPPED, Resume(0)],
+    shows(free_host_count=lambda _: 0),
+    "not make the swap space of 2",
+)
+row("CONS", [*SWAPPED, Resume(0)], drop(BlocksSwappedIn), "2 host blocks are reported free and 2")
+row("CONS", [*SWAPPED, Abort(0)], shows(free_host_count=lambda _: 1), "1 host blocks are reported")
 
 # REF: counts are numbers of holders
 row("REF", [prompt(1)], shows(ref_counts=put(1, 2)), "count of 2, but 1 holder has it", 1)
@@ -274,6 +310,24 @@ row("EXCL", [*FORKED, Grow(1)], change(BlockCopied, source=1), "does not name th
 row("EXCL", [prompt(1), Launch()], item(tables=([5],)), "a table that names block 5", 5, 0)
 row("EXCL", [prompt(5), *STEP, Grow(0), Launch()], item(start=0), "which is findable", 1, 0)
 row("EXCL", [*FORKED, Grow(0), Launch()], item(start=0), "request 0 and request 1 hold it", 1, 0)
+row("EXCL", [prompt(1), Reserve(0, 5)], given(1), "block 1 was given to request 0 while", 1, 0)
+row("EXCL", [*FORKED, Decode((1,))], change(BlockCopied, target=1), "and request 1 held it", 1, 1)
+row(
+    "EXCL",
+    [*TWO, Preempt(1, swap=True), OUT],
+    change(BlocksSwappedOut, host_blocks=[0]),
+    "request 0 is swapped out to host block 0, which holds request 1",
+    None,
+    0,
+)
+row(
+    "EXCL",
+    SWAPPED,
+    change(BlocksSwappedOut, host_blocks=[1, 1]),
+    "2 blocks of request 0 are swapped out to 1 host blocks",
+    None,
+    0,
+)
 
 # PIN: what is in use is neither freed nor evicted
 row("PIN", IN_FLIGHT[:-1], instead(BlocksReleased(0, 0, [1])), "step 0, which uses them, was", 1, 0)
@@ -343,7 +397,105 @@ row("CAP", [*CACHED, Evict(1)], says(count=2), "evict: 2 blocks were evicted, bu
 row("CAP", [*CACHED, Reset()], says(count=1), "reset: 1 blocks were evicted, but it should be 2")
 row("CAP", [prompt(1), Reset()], answers(DONE), "should have been refused (blocks_in_use)")
 row("CAP", [prompt(1), *STEP], says(count=2), "retire: 2 requests came back, but it should be 1")
-row("CAP", [prompt(4)], stands(3, (2,)), "4 tokens, which need 1 blocks of 4, but holds 2", None, 0)
+row("CAP", [prompt(4)], stands(3, (2,)), "4 slots, which need 1 blocks of 4, but holds 2", None, 0)
+row("CAP", [PART], stands(3, (3,)), "9 tokens and 4 slots, which need 1 blocks of 4", None, 0)
+row("CAP", [prompt(3, slots=9)], stands(3, (1,)), "3 tokens and 9 slots, which need 3", None, 0)
+row("CAP", [PART, Grow(0)], stands(3, (1,)), "10 tokens and 10 slots, which need 3", None, 0)
+row("CAP", [prompt(1), Reserve(0, 9)], stands(3, (4,)), "1 tokens and 9 slots, which", None, 0)
+row("CAP", [prompt(3, slots=33)], says(reason="no_free_blocks"), "have been refused (larger_than")
+row("CAP", [prompt(9), Preempt(0), Resume(0, 4)], stands(3, (3,)), "9 tokens and 4 sl", None, 0)
+row("CAP", [PART, Reserve(0, 9)], says(count=3), "3 blocks were taken, but it should be 2", None, 0)
+row(
+    "CAP",
+    [PART, Reserve(0, 9)],
+    answers(replace(REFUSED, request=0)),
+    "reserve was refused (no_free_blocks), but it should have been done: 7 blocks were free",
+    None,
+    0,
+)
+row(
+    "CAP",
+    [PART, Reserve(0, 33)],
+    says(status="done", reason=None),
+    "reserve was done, but it should have been refused (no_free_blocks): 7 blocks",
+    None,
+    0,
+)
+row("CAP", [*TWO, Decode((0, 1))], answers(REFUSED), "decode was refused (no_free_blocks), but it")
+row(
+    "CAP",
+    [prompt(16), prompt(12, 1), Decode((0, 1))],
+    says(status="done", reason=None, children=(0, 1)),
+    "decode was done, but it should have been refused (no_free_blocks): 1 blocks were free",
+)
+row(
+    "CAP",
+    [*FORKED, prompt(24, 1), Decode((2, 0))],
+    says(reason="not_computed"),
+    "decode was refused (not_computed), but it should have been refused (no_free_blocks)",
+)
+row("CAP", [PART, Launch()], says(count=9), "launch: 9 tokens were scheduled, but it should be 4")
+row("CAP", [PART, *STEP, Launch()], answers(DONE), "should have been refused (nothing_to_run)")
+row(
+    "CAP",
+    [prompt(9), prompt(3, 1), Launch(items=((1, 9), (0, 2), (1, 1)))],
+    says(count=4),
+    "launch: 4 tokens were scheduled, but it should be 5",
+)
+row(
+    "CAP",
+    [PART, Launch(items=((0, 9),))],
+    says(count=9),
+    "launch: 9 tokens were scheduled, but it should be 4",
+)
+row(
+    "CAP",
+    [*TWO, Launch(items=((0, 1),))],
+    says(reason="run_ahead_limit"),
+    "should have been refused (nothing_to_run)",
+)
+row(
+    "CAP",
+    SWAPPED,
+    answers(Outcome("refused", "no_host_blocks", 0)),
+    "preempt was refused (no_host_blocks), but it should have been done",
+    None,
+    0,
+)
+row(
+    "CAP",
+    [prompt(9), *STEP, OUT],
+    says(status="done", reason=None),
+    "preempt was done, but it should have been refused (no_host_blocks)",
+    None,
+    0,
+)
+row(
+    "CAP",
+    [prompt(1), Launch(), OUT],
+    says(status="done", reason=None),
+    "preempt was done, but it should have been refused (in_flight)",
+    None,
+    0,
+)
+row("CAP", [*SWAPPED, Resume(0)], says(cached_tokens=4), "claimed, but it should be 6", None, 0)
+row(
+    "CAP",
+    [*SWAPPED, prompt(28, 1), Resume(0)],
+    says(status="done", reason=None, cached_tokens=6),
+    "resume was done, but it should have been refused (no_free_blocks): 1 blocks were free",
+    None,
+    0,
+)
+row(
+    "CAP",
+    [*SWAPPED, Resume(0, 33)],
+    says(reason="no_free_blocks"),
+    "should have been refused (larger_than_pool)",
+    None,
+    0,
+)
+row("CAP", [*SWAPPED, Resume(0, 1)], stands(3, (1,)), "slots, which need 2 blocks of", None, 0)
 WHIM = Outcome("refused", None, 0)
 row(
     "CAP",
@@ -368,11 +520,35 @@ row("ATOM", [prompt(33)], add(RequestAdmitted(0, 33, 0)), "but it changed state:
 row("ATOM", [Retire()], add(StepRetired(0)), "retire was skipped (nothing to do), but it changed")
 row("ATOM", [prompt(32), Grow(0)], stands(1, 33), "was refused, but it stands as", None, 0)
 row("ATOM", [*CACHED, prompt(24, 1), prompt(13)], shows(ref_counts=put(1, 1)), "from 0 to 1", 1)
+row(
+    "ATOM",
+    [prompt(32), Decode((0,))],
+    add(RequestsDecoded([0])),
+    "but it changed state: 1 event(s)",
+)
+row("ATOM", [prompt(32), Reserve(0, 33)], stands(1, 33), "was refused, but it stands as", None, 0)
+row(
+    "ATOM",
+    [prompt(9), *STEP, OUT],
+    add(BlocksSwappedOut(0, 0, [1], [0])),
+    "preempt was refused (no_host_blocks), but it changed state: 1 event(s)",
+    None,
+    0,
+)
+row("ATOM", [prompt(1), Launch(), OUT], stands(0, "swapped"), "was refused, but it sta", None, 0)
+row(
+    "ATOM",
+    [*CACHED, prompt(24, 1), prompt(13, slots=12)],
+    shows(ref_counts=put(1, 1)),
+    "from 0 to 1",
+    1,
+)
 
 # QUIES: at rest everything is back
 row("QUIES", [prompt(1), Finish(0)], drop(BlocksReleased), "but blocks [1] are still held", 1)
 row("QUIES", [prompt(1), Abort(0)], shows(free_count=add_to(-1)), "but not all blocks are free")
 row("QUIES", IN_FLIGHT, drop(BlocksReleased), "but blocks [1] are still held", 1)
+row("QUIES", [*SWAPPED, Abort(0)], drop(HostBlocksReleased), "but host blocks [0, 1] are held")
 
 # PROV: whose bytes are read
 row("PROV", [*FORKED, Grow(1)], change(BlockCopied, tokens=0), "which holds never written", 3, 1)
@@ -382,6 +558,36 @@ row(
 row("PROV", [*USED, Fork(0), Grow(0)], change(BlockCopied, tokens=0), "which holds freed", 3, 0)
 row("PROV", [*CACHED, prompt(9), Launch()], item(tables=([6, 2, 3],)), "reads row 0", 6, 1)
 row("PROV", [*CACHED, prompt(9), Launch()], item(tables=([1],)), "that names no block", None, 1)
+row("PROV", [*FORKED, Decode((1,))], change(BlockCopied, tokens=0), "which holds never wr", 3, 1)
+BACK = (*SWAPPED, Resume(0))  # from blocks 1 and 2 through host blocks 0 and 1 to blocks 2 and 3
+FORGOTTEN = replace(drop(BlocksSwappedIn), view={"free_host_count": lambda _: 0})
+row("PROV", BACK, FORGOTTEN, "position 0 from block 2, offset 0 (row 0", 2, 0)
+row("PROV", BACK, change(BlocksSwappedIn, blocks=[3, 2]), "which holds another token's KV", 2, 0)
+row("PROV", BACK, change(BlocksSwappedIn, blocks=[2, 4]), "position 4 from block 3", 3, 0)
+row(
+    "PROV",
+    BACK,
+    change(BlocksSwappedIn, host_blocks=[0], blocks=[2]),
+    "position 4 from block 3, offset 0 (row 1 of its table), which holds never written",
+    3,
+    0,
+)
+row(
+    "PROV",
+    BACK,
+    change(BlocksSwappedOut, at=-2, blocks=[1, 5]),
+    "position 4 from block 3, offset 0 (row 1 of its table), which holds never written",
+    3,
+    0,
+)
+row(
+    "PROV",
+    [*SWAPPED, Abort(0), prompt(1, 1), *STEP, OUT, Resume(0)],
+    change(BlocksSwappedIn, host_blocks=[1]),
+    "which holds freed",
+    2,
+    1,
+)
 
 # VALID: what is findable is there, and what is not there is not findable
 row("VALID", [*CACHED, prompt(1)], given(1), "while its old content was still findable", 1, 1)
@@ -430,6 +636,18 @@ row("RESUME", [prompt(4), Launch()], item(end=5), "which has 4 tokens", None, 0)
 row("RESUME", [prompt(4), *STEP], stands(2, 0), "counts 0 tokens as computed, but 4 are", None, 0)
 row("RESUME", AWAY[:2], stands(3, (1,)), "is preempted, but its table holds", None, 0)
 row("RESUME", [prompt(1), Launch(), Preempt(0), Retire()], stands(2, 1), "counts 1 tokens", None, 0)
+row("RESUME", SWAPPED, stands(2, 0), "counts 0 tokens as computed, but 6 are", None, 0)
+row("RESUME", SWAPPED, stands(3, (1,)), "is preempted, but its table holds", None, 0)
+row("RESUME", BACK, stands(2, 4), "counts 4 tokens as computed, but 6 are", None, 0)
+row("RESUME", [*BACK, Grow(0), Launch()], item(start=0), "6 of them computed or in a step", None, 0)
+row(
+    "RESUME",
+    [*SWAPPED, prompt(1), Launch()],
+    more(StepItem(0, 1, 0, 1, ([1],))),
+    "which is preem",
+    None,
+    0,
+)
 
 for name in SCHEDULER_METRICS:
     row("MET", TWO, shows(metrics=counted(name)), f"{name} is exported as")

@@ -18,6 +18,7 @@ from kvproof.invariants.checker import Checker, CheckerError
 from kvproof.invariants.checks import CHECKS
 from kvproof.invariants.events import Event
 from kvproof.invariants.operations import (
+    ALL_KINDS,
     KINDS,
     Abort,
     Admit,
@@ -37,6 +38,7 @@ from kvproof.stateful_tests.harness import Harness
 from kvproof.stateful_tests.subjects.engine import EngineSubject, EngineView
 
 STEP = (Launch(), Retire())
+ABLE = EngineSubject.capabilities | EngineSubject(Configuration()).semantics.features()
 
 check_by_check = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.id())
 
@@ -126,7 +128,7 @@ def _alone(check: type[Check], seeds: Sequence[str]) -> list[Violation]:
     """What the check sees with none beside it but the one it leans on, in the first bad run."""
     beside = [other for other in CHECKS if other.id() == LEANS_ON.get(check.id())]
     for seed in seeds:
-        draw = draw_run(seed, frozenset(KINDS))
+        draw = draw_run(seed, ABLE)
         subject = EngineSubject(draw.configuration)
         checker = Checker(subject, checks=[*beside, check], interval=1)
         _observe(checker, subject, draw.operations)
@@ -154,7 +156,7 @@ def test_each_property_is_put_to_the_test_by_a_few_runs() -> None:
     assert set(harness.checker.checked().values()) == {0}
     total: Counter[str] = Counter()
     for number in range(10):
-        draw = draw_run(f"checked/{number}", frozenset(KINDS))
+        draw = draw_run(f"checked/{number}", ABLE)
         harness = Harness(EngineSubject(draw.configuration))
         assert not harness.run(draw.operations)
         total.update(harness.checker.checked())
@@ -168,7 +170,7 @@ def test_counts_are_by_kind_and_status() -> None:
     counts = harness.operation_counts()
     assert counts["grow"] == {"done": 0, "refused": 2, "skipped": 1}
     assert counts["admit"] == {"done": 1, "refused": 0, "skipped": 0}
-    assert set(counts) == set(KINDS)
+    assert set(counts) == set(ALL_KINDS)
 
 
 class RaisesOnGrow(Engine):
@@ -277,7 +279,7 @@ class TupleSubject(EngineSubject):
 
 def test_a_subject_may_report_any_kind_of_sequence() -> None:
     for number in range(5):
-        draw = draw_run(f"tuples/{number}", frozenset(KINDS))
+        draw = draw_run(f"tuples/{number}", ABLE)
         harness = Harness(TupleSubject(draw.configuration), audit_interval=1)
         assert list(harness.run(draw.operations)) == []
 
@@ -285,10 +287,12 @@ def test_a_subject_may_report_any_kind_of_sequence() -> None:
 class YoungestFirst(Engine):
     """Serves the latest admitted request first."""
 
-    def launch(self, budget: int) -> Outcome:
+    def launch(
+        self, budget: int = 0, items: Sequence[tuple[Request, int]] | None = None
+    ) -> Outcome:
         self.running.reverse()
         try:
-            return super().launch(budget)
+            return super().launch(budget, items)
         finally:
             self.running.reverse()
 

@@ -18,6 +18,7 @@ from kvproof.invariants.operations import (
     KINDS,
     Abort,
     Admit,
+    Decode,
     Evict,
     Finish,
     Fork,
@@ -26,6 +27,7 @@ from kvproof.invariants.operations import (
     Media,
     Operation,
     Preempt,
+    Reserve,
     Reset,
     Resume,
     Retire,
@@ -40,6 +42,7 @@ from kvproof.stateful_tests.subjects.engine import EngineSubject
 from kvproof.stateful_tests.totals import Totals
 
 STEP = (Launch(), Retire())
+ABLE = EngineSubject.capabilities | EngineSubject(Configuration()).semantics.features()
 Run = Sequence[Operation]
 
 
@@ -50,7 +53,9 @@ def prompt(length: int, source: int = 0, **domain: Any) -> Admit:
 IMAGE, OTHER = (Media(1, 0, 2),), (Media(2, 0, 2),)
 CACHED = (prompt(8), *STEP, Finish(0))
 FORKED = (prompt(2), *STEP, Fork(0))
-# Each goal: a run that reaches it, one that nearly does; pools of so many blocks of 4.
+OUT = Preempt(0, swap=True)
+# Each goal: a run that reaches it, one that nearly does; pools of so many blocks of 4, and two
+# blocks of swap space.
 SCRIPTS: dict[str, tuple[int, Run, Run]] = {
     "pool-empty": (2, [prompt(8)], [prompt(4)]),
     "admit-refused": (2, [prompt(8), prompt(1)], [prompt(8), prompt(9)]),
@@ -97,11 +102,29 @@ SCRIPTS: dict[str, tuple[int, Run, Run]] = {
         [prompt(3, media=IMAGE), prompt(3, media=OTHER)],
         [prompt(3, media=IMAGE), prompt(3, media=IMAGE), prompt(4, media=OTHER)],
     ),
+    "swapped-out": (8, [prompt(5), *STEP, OUT], [prompt(5), OUT]),
+    "swapped-in": (8, [prompt(5), *STEP, OUT, Resume(0)], [prompt(5), OUT, Resume(0)]),
+    "swap-refused": (8, [prompt(9), *STEP, OUT], [prompt(9), Launch(), OUT]),
+    "swapped-aborted": (
+        8,
+        [prompt(5), *STEP, OUT, Abort(0)],
+        [prompt(5), *STEP, Preempt(0), Abort(0)],
+    ),
+    "slots-in-part": (8, [prompt(5, slots=4)], [prompt(5, slots=5)]),
+    "slots-in-advance": (8, [prompt(4, slots=5)], [prompt(4, slots=4)]),
+    "decode-refused": (2, [prompt(4), prompt(1, 1), Decode((0, 1))], [prompt(4), Decode((0,))]),
+    "reserve-refused": (2, [prompt(4), Reserve(0, 9)], [prompt(4), Reserve(0, 8)]),
+    "not-oldest-first": (
+        8,
+        [prompt(1), prompt(1, 1), Launch(items=((1, 1),))],
+        [prompt(1), prompt(1, 1), Launch(items=((0, 1), (1, 1)))],
+    ),
 }
 
 
 def hits(run: Run, blocks: int) -> dict[str, int]:
-    harness = Harness(EngineSubject(Configuration(blocks=blocks)), audit_interval=1)
+    subject = EngineSubject(Configuration(blocks=blocks, host_blocks=2))
+    harness = Harness(subject, audit_interval=1)
     assert not harness.run(run)
     return harness.checker.goals.hits
 
@@ -109,8 +132,7 @@ def hits(run: Run, blocks: int) -> dict[str, int]:
 def test_every_goal_has_scripts_and_a_name_of_its_own() -> None:
     assert list(SCRIPTS) == [goal.id for goal in GOALS]
     assert len({goal.situation for goal in GOALS}) == len(GOALS)
-    able = {*KINDS, *EngineSubject(Configuration()).semantics.features()}
-    assert all(goal.needs <= able for goal in GOALS)
+    assert all(goal.needs <= ABLE for goal in GOALS)
 
 
 @pytest.mark.parametrize("goal", SCRIPTS)
@@ -133,21 +155,21 @@ def test_a_search_of_seconds_meets_every_goal() -> None:
     assert not totals.problems
     assert {name for name, count in totals.goals.items() if not count} == set()
     assert set(totals.goals) == set(SCRIPTS)
-    assert min(counts["done"] for counts in totals.operations.values()) > 0
+    assert min(totals.operations[kind]["done"] for kind in KINDS) > 0
 
 
 # -- draws -----------------------------------------------------------------------------------------
 
 
 def test_a_draw_is_the_same_each_time_and_another_for_another_seed() -> None:
-    draws = [draw_run(f"seed/{number}", frozenset(KINDS)) for number in range(20)]
-    assert draws == [draw_run(f"seed/{number}", frozenset(KINDS)) for number in range(20)]
+    draws = [draw_run(f"seed/{number}", ABLE) for number in range(20)]
+    assert draws == [draw_run(f"seed/{number}", ABLE) for number in range(20)]
     assert len({repr(draw.operations) for draw in draws}) == 20
     assert [draw.seed for draw in draws] == [f"seed/{number}" for number in range(20)]
 
 
 def test_draws_vary_in_everything_that_they_draw() -> None:
-    draws = [draw_run(f"variety/{number}", frozenset(KINDS)) for number in range(300)]
+    draws = [draw_run(f"variety/{number}", ABLE) for number in range(300)]
     lengths = Counter(len(draw.operations) for draw in draws)
     assert set(lengths) == {20, 50, 100, 200, 400}
     assert {feature for draw in draws for feature in draw.features} == set(FEATURES)
@@ -156,12 +178,26 @@ def test_draws_vary_in_everything_that_they_draw() -> None:
     assert max(world.blocks for world in worlds) == 33
     assert {world.block_size for world in worlds} >= {1, 2, 3, 4, 5, 8, 16}
     assert {world.run_ahead for world in worlds} == {1, 2, 3}
+    assert {world.host_blocks for world in worlds} == {0, 1, 3, 8, 33}
     kinds = Counter(kind_of(operation) for draw in draws for operation in draw.operations)
     assert set(kinds) == set(KINDS)
     lacking = [kind for kind in KINDS if kind not in ("admit", "grow", "launch", "retire")]
     for kind in lacking:
         without = [d for d in draws if all(kind_of(o) != kind for o in d.operations)]
         assert len(without) > 30, f"swarm testing: runs without {kind}"
+    drawn: Any = [operation for draw in draws for operation in draw.operations]
+    for kind, argument, plain in (
+        ("admit", "slots", 0),
+        ("resume", "slots", 0),
+        ("preempt", "swap", False),
+        ("launch", "items", ()),
+    ):
+        values = [getattr(operation, argument) for operation in drawn if kind_of(operation) == kind]
+        assert plain in values
+        assert len({*values, plain}) > 1, f"{kind} with {argument}"
+    assert (
+        len({len(operation.requests) for operation in drawn if kind_of(operation) == "decode"}) > 1
+    )
 
 
 def test_a_draw_has_only_operations_that_the_subject_can_do() -> None:
@@ -169,6 +205,19 @@ def test_a_draw_has_only_operations_that_the_subject_can_do() -> None:
     for number in range(20):
         draw = draw_run(f"able/{number}", able)
         assert {kind_of(operation) for operation in draw.operations} <= able
+
+
+def test_a_draw_has_only_features_of_the_subject() -> None:
+    draws = [draw_run(f"able/{number}", frozenset(KINDS)) for number in range(100)]
+    assert {feature for draw in draws for feature in draw.features} == {*FEATURES} - {
+        "slots",
+        "swaps",
+    }
+    assert {draw.configuration.host_blocks for draw in draws} == {0}
+    for operation in (operation for draw in draws for operation in draw.operations):
+        assert not getattr(operation, "swap", False)
+        assert not getattr(operation, "items", ())
+        assert isinstance(operation, Reserve) or not getattr(operation, "slots", 0)
 
 
 # -- stories ---------------------------------------------------------------------------------------

@@ -197,12 +197,13 @@ def test_can_be_driven_by_hand() -> None:
 
 
 def test_says_so_when_a_replay_does_not_fail() -> None:
-    engines = [Engine, RaisesOnReset, Engine]  # the first is asked for its capabilities
+    moods = [RaisesOnReset, Engine]
 
-    def moody(configuration: Configuration) -> EngineSubject:
-        return EngineSubject(configuration, engine=engines.pop(0))
+    class Moody(Engine):
+        def reset(self) -> Outcome:
+            return moods.pop(0).reset(self)
 
-    state: Any = machine_for(moody, "engine")()
+    state: Any = machine_for(broken(Moody), "engine")()
     state.start(blocks=6, block_size=2, run_ahead=1, requests=0, features=0)
     with pytest.raises(PropertyViolated, match="may not be deterministic") as caught:
         state.reset(then=0)
@@ -300,6 +301,11 @@ def test_every_number_decodes_to_a_valid_operation() -> None:
     for here in worlds():
         operations = [RECIPES["admit"].build(here, p, i) for p in numbers for i in numbers]
         operations += [RECIPES["grow"].build(here, r, g) for r in range(8) for g in range(16)]
+        operations += [RECIPES["decode"].build(here, f, m) for f in range(4) for m in range(8)]
+        operations += [RECIPES["reserve"].build(here, r, s) for r in range(8) for s in range(16)]
+        operations += [RECIPES["preempt"].build(here, 0, swap) for swap in (False, True)]
+        operations += [RECIPES["resume"].build(here, r, s) for r in range(8) for s in range(4)]
+        operations += [RECIPES["launch"].build(here, budget) for budget in range(32)]
         operations += [operation for n in numbers for operation in follow_up(here, n)]
         case = Case("engine", here.configuration, operations, here.features)
         assert parse_case(dump_case(case)) == case
@@ -317,6 +323,28 @@ def test_lengths_lie_around_the_edges_of_blocks() -> None:
     admissions: list[Any] = [RECIPES["admit"].build(here, p, 0) for p in range(128)]
     lengths = {admission.prompt[0].length for admission in admissions}
     assert lengths == {k * 8 + edge for k in range(1, 9) for edge in (-1, 0, 1)}
+
+
+def test_what_a_subject_is_not_capable_of_is_not_drawn() -> None:
+    every = (1 << len(FEATURES)) - 1
+    for able in (frozenset[str](), frozenset(("slots",)), frozenset(("swaps",))):
+        here = world(7, 3, 2, 1, every, able)
+        assert {"slots", "swaps"} & {*here.features} == able
+        assert (here.configuration.host_blocks > 0) == ("swaps" in able)
+        admitted: list[Any] = [RECIPES["admit"].build(here, 0, i) for i in range(128)]
+        resumed: list[Any] = [RECIPES["resume"].build(here, 0, s) for s in range(4)]
+        launched: list[Any] = [RECIPES["launch"].build(here, budget) for budget in range(32)]
+        preempted: list[Any] = [RECIPES["preempt"].build(here, 0, s) for s in (False, True)]
+        assert any(o.slots for o in resumed) == any(o.items for o in launched) == ("slots" in able)
+        assert not any(o.slots for o in admitted), "there are media instead"
+        assert any(o.swap for o in preempted) == ("swaps" in able)
+
+
+def test_an_admission_may_have_slots_of_its_own_where_there_are_no_media() -> None:
+    slots = 1 << FEATURES.index("slots")
+    here = world(8, 4, 2, 0, slots)
+    admitted: list[Any] = [RECIPES["admit"].build(here, 0, i) for i in range(128)]
+    assert {operation.slots for operation in admitted} == {0, 4, 5, 16}
 
 
 def test_features_are_those_of_the_seeded_generator() -> None:

@@ -25,7 +25,6 @@ from kvproof.invariants.events import (
     StepRetired,
 )
 from kvproof.invariants.operations import (
-    KINDS,
     Admit,
     Evict,
     Finish,
@@ -39,7 +38,7 @@ from kvproof.invariants.operations import (
     Retire,
     Segment,
 )
-from kvproof.invariants.outcomes import NO_FREE_BLOCKS, Outcome
+from kvproof.invariants.outcomes import NO_FREE_BLOCKS, NO_HOST_BLOCKS, Outcome
 from kvproof.invariants.prompts import prompt_tokens
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Violation
@@ -47,6 +46,7 @@ from kvproof.stateful_tests.harness import Harness
 from kvproof.stateful_tests.subjects.engine import EngineSubject
 
 STEP = (Launch(), Retire())
+ABLE = EngineSubject.capabilities | EngineSubject(Configuration()).semantics.features()
 
 
 def prompt(length: int, source: int = 0, **domain: Any) -> Admit:
@@ -62,9 +62,12 @@ class Cache:
         blocks: int = 8,
         block_size: int = 4,
         prefix_caching: bool = True,
+        host_blocks: int = 0,
         **arguments: Any,
     ) -> None:
-        configuration = Configuration(blocks, block_size, prefix_caching=prefix_caching)
+        configuration = Configuration(
+            blocks, block_size, prefix_caching=prefix_caching, host_blocks=host_blocks
+        )
         self.subject = EngineSubject(configuration, **arguments)
         self.engine = self.subject.engine
         self.view = self.subject.view()
@@ -315,7 +318,7 @@ def _violations(subject: EngineSubject, operations: list[Operation]) -> set[str]
 def test_another_policy_passes_all_checks_but_not_as_lru() -> None:
     promised: set[str] = set()
     for number in range(40):
-        draw = draw_run(f"mru/{number}", frozenset(KINDS))
+        draw = draw_run(f"mru/{number}", ABLE)
         subject = EngineSubject(draw.configuration, eviction=MostRecentlyUsed)
         assert subject.semantics.eviction_order == "any"
         assert _violations(subject, draw.operations) == set()
@@ -346,6 +349,8 @@ def test_the_scheduler_figures() -> None:
         "evictions": 0,
         "prefix_cache_hits": 8,
         "prefix_cache_queries": 18,
+        "host_offload_bytes": 0,
+        "host_promotions": 0,
         "iterations": 2,
         "batch_size_by_iteration": 1,
     }
@@ -356,6 +361,19 @@ def test_the_scheduler_figures() -> None:
     assert (figures["kv_blocks_free"], figures["kv_bytes_used"]) == (6, 0)
     cache.do(Evict(99))
     assert cache.view.metrics()["evictions"] == 1 + len(cache.event(BlocksEvicted).blocks)
+
+
+def test_the_figures_of_swapping() -> None:
+    cache = Cache(prompt(9), *STEP, Preempt(0, swap=True), blocks=6, host_blocks=4)
+    figures = cache.view.metrics()
+    assert figures["host_offload_bytes"] == 3 * 4 * 131_072
+    assert (figures["host_promotions"], figures["waiting_sequences"]) == (0, 1)
+    cache.do(Resume(0))
+    figures = cache.view.metrics()
+    assert (figures["host_promotions"], figures["preemptions"]) == (3, 1)
+    assert figures["prefix_cache_hits"] == 0, "what comes back from the host is no prefix hit"
+    cache.do(Preempt(0, swap=True), Preempt(0, swap=True))
+    assert cache.view.metrics()["host_offload_bytes"] == 6 * 4 * 131_072
 
 
 def test_the_figures_of_a_request() -> None:
@@ -400,6 +418,42 @@ def test_groups_allocate_all_or_nothing() -> None:
     assert _free(engine) == [2, 0]
 
 
+def test_groups_decode_and_reserve_all_or_nothing() -> None:
+    engine = Engine(Configuration(blocks=4, block_size=4), groups=2)
+    engine.admit(prompt_tokens((Segment(0, 4),)))
+    engine.admit(prompt_tokens((Segment(1, 4),)))
+    engine.pools[1].take(1)
+    requests = [engine.requests[0], engine.requests[1]]
+    before, events = _free(engine), len(engine.events)
+    assert engine.decode(requests, [7, 7]).reason == NO_FREE_BLOCKS
+    assert engine.reserve(requests[0], 12).reason == NO_FREE_BLOCKS
+    assert (_free(engine), len(engine.events)) == (before, events)
+    assert engine.decode(requests[:1], [7]).status == "done"
+    assert engine.requests[0].tables == [[1, 3], [1, 4]]
+    assert engine.reserve(requests[0], 8).count == 0
+    assert _free(engine) == [1, 0]
+
+
+def test_groups_are_swapped_out_and_in_together() -> None:
+    engine = Engine(Configuration(blocks=4, block_size=4, host_blocks=3), groups=2)
+    engine.admit(prompt_tokens((Segment(0, 8),)))
+    engine.launch()
+    engine.retire()
+    engine.host_pools[1].take(2)
+    request = engine.requests[0]
+    assert engine.swap_out(request).reason == NO_HOST_BLOCKS
+    assert [pool.free_count for pool in engine.host_pools] == [3, 1]
+    engine.host_pools[1].release([0])
+    assert engine.swap_out(request).status == "done"
+    assert request.host_tables == [[0, 1], [0, 2]]
+    engine.pools[1].take(3)
+    assert engine.resume(request).reason == NO_FREE_BLOCKS
+    engine.pools[1].release([1, 2, 3])
+    assert engine.resume(request).status == "done"
+    assert [len(table) for table in request.tables] == [2, 2]
+    assert [pool.free_count for pool in engine.host_pools] == [3, 2]
+
+
 def test_groups_agree_on_the_shortest_hit_and_have_keys_of_their_own() -> None:
     cache = Cache(engine=TWO_GROUPS).compute(prompt(12))
     engine = cache.engine
@@ -418,7 +472,7 @@ def _two_groups(configuration: Configuration) -> EngineSubject:
 
 def test_two_groups_pass_all_checks_and_a_fault_in_them_does_not() -> None:
     def run(number: int) -> list[Violation]:
-        draw = draw_run(f"groups/{number}", frozenset(KINDS))
+        draw = draw_run(f"groups/{number}", ABLE)
         return list(Harness(_two_groups(draw.configuration)).run(draw.operations))
 
     assert not any(run(number) for number in range(40))

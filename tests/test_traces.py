@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from kvproof.fuzz.traces import generate
-from kvproof.fuzz.traces.clock import NS_PER_S, CostModel, VirtualClock
+from kvproof.engine.clock import NS_PER_S, CostModel, VirtualClock
 from kvproof.fuzz.traces.figures import (
     NO_HOST_TIER,
     NOT_EXPORTED,

@@ -26,11 +26,15 @@ from kvproof.invariants.checks import CHECKS
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.goals import GOALS
 from kvproof.invariants.operations import (
+    ALL_KINDS,
     KINDS,
     OPERATION_TYPES,
+    SCHEDULER_KINDS,
     Abort,
     Admit,
     AnyOperation,
+    Arrive,
+    Decode,
     Evict,
     Finish,
     Fork,
@@ -38,13 +42,17 @@ from kvproof.invariants.operations import (
     Launch,
     Media,
     Preempt,
+    Reserve,
     Reset,
     Resume,
     Retire,
+    Run,
+    Schedule,
     Segment,
     kind_of,
 )
 from kvproof.invariants.property import Check
+from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.subject import Configuration, Semantics, Subject
 from kvproof.invariants.verdict import Verdict, Violation, merge, primary
 from kvproof.stateful_tests.subjects.engine import EngineSubject
@@ -60,13 +68,22 @@ OPERATIONS: st.SearchStrategy[AnyOperation] = st.one_of(
         INDEX,
         INDEX,
         st.lists(MEDIA, max_size=2).map(tuple),
+        INDEX,
     ),
     st.builds(Grow, INDEX, COUNT, INDEX),
+    st.builds(Decode, st.lists(INDEX, min_size=1, max_size=3).map(tuple), INDEX),
+    st.builds(Reserve, INDEX, COUNT),
     st.builds(Fork, INDEX, st.integers(1, 64)),
     st.builds(Evict, COUNT),
-    st.builds(Launch, INDEX),
-    *(st.builds(kind, INDEX) for kind in (Finish, Abort, Preempt, Resume)),
-    *(st.builds(kind) for kind in (Reset, Retire)),
+    st.builds(Preempt, INDEX, st.booleans()),
+    st.builds(Resume, INDEX, INDEX),
+    st.builds(Launch, INDEX, st.lists(st.tuples(INDEX, COUNT), max_size=3).map(tuple)),
+    st.builds(
+        Arrive, st.lists(SEGMENTS, min_size=1, max_size=2).map(tuple), COUNT, COUNT, INDEX, INDEX
+    ),
+    st.builds(Run, COUNT),
+    *(st.builds(kind, INDEX) for kind in (Finish, Abort)),
+    *(st.builds(kind) for kind in (Reset, Retire, Schedule)),
 )
 CASES = st.builds(
     Case,
@@ -79,6 +96,8 @@ CASES = st.builds(
         st.integers(1, 8),
         st.booleans(),
         st.integers(1, 1 << 60),
+        st.integers(0, 1 << 24),
+        st.builds(Limits, COUNT, COUNT, COUNT, st.booleans()),
     ),
     st.lists(OPERATIONS, max_size=5),
     features=st.lists(st.text(), max_size=3).map(tuple),
@@ -92,10 +111,15 @@ CASE = Case("engine", Configuration(blocks=6), [Admit((Segment(0, 4),)), Grow(1,
 
 
 def test_kinds_are_the_names_of_all_operations() -> None:
-    assert tuple(kind.__name__.lower() for kind in OPERATION_TYPES) == KINDS
-    assert len(set(KINDS)) == len(KINDS)
+    assert tuple(kind.__name__.lower() for kind in OPERATION_TYPES) == ALL_KINDS
+    assert len(set(ALL_KINDS)) == len(ALL_KINDS)
     assert kind_of(Grow(0)) == "grow"
     assert set(OPERATION_TYPES) == set(AnyOperation.__args__)
+
+
+def test_each_operation_drives_a_cache_or_a_scheduler() -> None:
+    assert {*KINDS, *SCHEDULER_KINDS} == set(ALL_KINDS)
+    assert set(KINDS) & set(SCHEDULER_KINDS) == {"retire", "abort"}, "these drive both"
 
 
 @given(OPERATIONS)
@@ -228,7 +252,7 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {
     ),
     "unknown operation": (
         _with('{"op": "reset"}, {"op": "resett"}'),
-        f"f: unknown operation 'resett' at $.operations[1].op; known are {', '.join(KINDS)}",
+        f"f: unknown operation 'resett' at $.operations[1].op; known are {', '.join(ALL_KINDS)}",
     ),
     "no operation": (_with("{}"), "f: Object missing required field `op` - at `$.operations[0]`"),
     "wrong type": (
@@ -275,9 +299,25 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {
         _with(f'{{"op": "launch", "budget": {(1 << 40) + 1}}}'),
         f"f: Expected `int` <= {1 << 40} - at `$.operations[0].budget`",
     ),
+    "decode of nobody": (
+        _with('{"op": "decode", "requests": []}'),
+        "f: Expected `array` of length >= 1 - at `$.operations[0].requests`",
+    ),
+    "item of no tokens": (
+        _with('{"op": "launch", "items": [[0, 1], [0, 0]]}'),
+        "f: Expected `int` >= 1 - at `$.operations[0].items[1][1]`",
+    ),
+    "reservation of nothing": (
+        _with('{"op": "reserve", "request": 0, "slots": 0}'),
+        "f: Expected `int` >= 1 - at `$.operations[0].slots`",
+    ),
     "pool without blocks": (
         GOOD.replace('"configuration": {}', '"configuration": {"blocks": 0}'),
         "f: Expected `int` >= 1 - at `$.configuration.blocks`",
+    ),
+    "negative swap space": (
+        GOOD.replace('"configuration": {}', '"configuration": {"host_blocks": -1}'),
+        "f: Expected `int` >= 0 - at `$.configuration.host_blocks`",
     ),
 }
 
@@ -408,8 +448,10 @@ def test_what_a_subject_cannot_do_is_not_demanded() -> None:
     goals = {goal.id: 1 for goal in GOALS if "fork" not in goal.needs}
     assert len(goals) < len(GOALS)
     assert _judged(subject, operations=operations, goals=goals) == ("pass", ())
-    subject.semantics = Semantics(chunks=False, fences_releases=False, runs_ahead=False)
-    lacking = {"chunks", "fences", "runs-ahead", "fork"}
+    subject.semantics = Semantics(
+        chunks=False, fences_releases=False, runs_ahead=False, slots=False, swaps=False
+    )
+    lacking = {"chunks", "fences", "runs-ahead", "slots", "swaps", "fork"}
     assert {goal.id for goal in reachable_goals(subject)} == {
         goal.id for goal in GOALS if not goal.needs & lacking
     }

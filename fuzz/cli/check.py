@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.columns import Columns
 
+from kvproof.engine.policies import POLICY_NAMES
 from kvproof.fuzz.campaign import Finding, Report, check_subject
 from kvproof.fuzz.cli.output import (
     JsonOption,
@@ -22,12 +23,14 @@ from kvproof.fuzz.cli.output import (
     violation_fields,
     writable_folder,
 )
+from kvproof.fuzz.faults import fault_by_id
 from kvproof.fuzz.verdicts import reachable_goals
 from kvproof.invariants.case import dump_case
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.goals import Goal
 from kvproof.invariants.subject import Configuration
-from kvproof.stateful_tests.subjects import SUBJECT_NAMES, subject_factory
+from kvproof.stateful_tests.subjects import SUBJECT_NAMES, is_kvproofs_own, subject_factory
+from kvproof.stateful_tests.subjects.policies import is_eviction_policy
 
 _SHOWN_CASE_LINES = 40
 
@@ -39,6 +42,13 @@ def check(
             help=f"What to drive: {', '.join(SUBJECT_NAMES)}, or MODULE:CLASS of your own."
         ),
     ] = "engine",
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="Check a scheduler or an eviction policy: a name that comes with kvproof "
+            f"({', '.join(POLICY_NAMES)}), or MODULE:CLASS or FILE.py:CLASS of your own."
+        ),
+    ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, max=31_536_000, help="Time budget.")] = 30.0,
     seed: SeedOption = None,
     out: Annotated[
@@ -46,7 +56,7 @@ def check(
     ] = Path("kvproof-findings"),
     fault: Annotated[
         str | None,
-        typer.Option(help="Plant a seeded fault first, to see it found (engine only)."),
+        typer.Option(help="Plant a seeded fault first, to see it found (see: faults list)."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -55,10 +65,19 @@ def check(
     Half of the time goes to a fast seeded loop, half to a Hypothesis state machine.  A failing
     run is shrunk, explained, and written as a case, a pytest file and a log.
 
-    Examples: [bold]kvproof check[/]   [bold]kvproof check --fault no-copy-on-write[/]
+    With [bold]--policy[/] a scheduler with that policy is driven instead: arrivals, iterations,
+    aborts, and then to the end, so that whatever waits for ever is found.
+
+    Examples: [bold]kvproof check[/]   [bold]kvproof check --policy sched.py:MyPolicy[/]
+    [bold]kvproof check --fault no-copy-on-write[/]
     """
-    if fault is not None and subject != "engine":
-        raise InputError("--fault plants its fault in the engine: it goes with --subject engine")
+    if policy is not None:
+        if subject != "engine":
+            raise InputError("--policy is checked with kvproof's own engine: leave out --subject")
+        family = "eviction" if is_eviction_policy(policy) else "scheduler"
+        subject = f"{family}:{policy}"
+    if fault is not None:
+        subject = _with_fault(subject, policy, fault)
     writable_folder(out)
     seed = fresh_seed(seed)
     with progress_bar(f"checking {subject}", seconds) as bar:
@@ -71,6 +90,13 @@ def check(
     else:
         _show(report, goals)
     finish(report.verdict)
+
+
+def _with_fault(subject: str, policy: str | None, fault: str) -> str:
+    """The subject to drive: a fault of the scheduler shows only where a scheduler runs."""
+    if subject != "engine" and policy is None:
+        raise InputError("--fault plants its fault in the engine: it goes with --subject engine")
+    return subject if policy is not None else fault_by_id(fault).subject
 
 
 def _fields(report: Report, goals: tuple[Goal, ...]) -> dict[str, object]:
@@ -141,7 +167,7 @@ def _show_finding(finding: Finding) -> None:
         console.print(f"  written: {path}", markup=False)
     if finding.files:
         subject = finding.case.subject
-        own = "" if subject in SUBJECT_NAMES else f" --subject {subject}"
+        own = "" if is_kvproofs_own(subject) else f" --subject {subject}"
         console.print(f"  replay:  kvproof replay {finding.files[0]} --log{own}", markup=False)
 
 

@@ -11,6 +11,7 @@ from kvproof.fuzz.cli.output import JsonOption, console, print_json, table
 from kvproof.invariants.checks import CHECKS
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.property import Property
+from kvproof.invariants.scheduling.checks import SCHEDULING_CHECKS
 
 
 def invariants(
@@ -23,11 +24,11 @@ def invariants(
 
     Example: [bold]kvproof invariants PROV[/]
     """
-    properties = [check.describe() for check in CHECKS]
+    properties = [check.describe() for check in (*CHECKS, *SCHEDULING_CHECKS)]
     if property_id is not None:
         properties = [p for p in properties if p.id == property_id.upper()]
         if not properties:
-            known = ", ".join(check.id() for check in CHECKS)
+            known = ", ".join(check.id() for check in (*CHECKS, *SCHEDULING_CHECKS))
             raise InputError(f"unknown property {property_id!r}; there are {known}")
     if as_json:
         print_json({"invariants": msgspec.to_builtins(properties)})

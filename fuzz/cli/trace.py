@@ -1,9 +1,9 @@
-"""``kvproof trace``: replay a real request trace with all checks on."""
+"""``kvproof trace``: replay a real request trace, all checks on, under one or more policies."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -21,74 +21,192 @@ from kvproof.fuzz.cli.output import (
     show_verdict,
     stderr,
     violation_fields,
+    writable_file,
     writable_folder,
 )
 from kvproof.fuzz.replay import replay
 from kvproof.fuzz.shrink import shrink
-from kvproof.fuzz.traces.checked import CheckedTrace, TraceRun
-from kvproof.fuzz.traces.formats import read_trace
+from kvproof.fuzz.traces.checked import CheckedTrace, Setting, TraceRun
+from kvproof.fuzz.traces.figures import Slo, TraceResult
+from kvproof.fuzz.traces.formats import TraceRequest, read_trace
+from kvproof.fuzz.traces.plot import plot, require_plotting
 from kvproof.fuzz.traces.pool import blocks_in, parse_bytes
-from kvproof.fuzz.traces.replay import DEFAULT_BUDGET_TOKENS
-from kvproof.fuzz.traces.table import result_tables
+from kvproof.fuzz.traces.record import (
+    BenchmarkRecord,
+    benchmark_record,
+    trace_source,
+    write_records,
+)
+from kvproof.fuzz.traces.replay import MAX_TOKENS
+from kvproof.fuzz.traces.table import comparison_table, result_tables
 from kvproof.invariants.case import Case
 from kvproof.invariants.errors import InputError
+from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.story import explain
 from kvproof.invariants.subject import Configuration
-from kvproof.invariants.verdict import Verdict, merge
+from kvproof.invariants.verdict import Verdict, Violation, merge
 from kvproof.stateful_tests.export import write_finding
 
 _SHRUNK_UP_TO = 20_000
 """Longer cases are written as they are: each replay of them takes seconds."""
-POLICY = "fcfs"
-"""First come, first served, preemption by recompute: the one policy there is at this level."""
+_BLOCKS_MAX = 1 << 24
+_POOL, _LIMITS, _FIGURES, _FILES = "Pool", "Limits of an iteration", "Figures", "Files"
 
 
 def trace(
     file: Annotated[
         Path, typer.Argument(help="Mooncake JSON lines, Azure CSV or BurstGPT CSV; .gz is fine.")
     ],
-    blocks: Annotated[int | None, typer.Option(min=1, help="Usable blocks of the pool.")] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Scheduler policy, once for each to compare: a built-in name, MODULE:CLASS or "
+            "FILE.py:CLASS.",
+            show_default="fcfs",
+        ),
+    ] = None,
+    blocks: Annotated[
+        int | None, typer.Option(min=1, help="Usable blocks of the pool.", rich_help_panel=_POOL)
+    ] = None,
     kv_memory: Annotated[
-        str | None, typer.Option(help="Or the pool's size in bytes, such as 16GiB.")
+        str | None,
+        typer.Option(help="Or the pool's size in bytes, such as 16GiB.", rich_help_panel=_POOL),
     ] = None,
     kv_bytes_per_token: Annotated[
-        int, typer.Option(min=1, help="K and V of one token, all layers.")
+        int, typer.Option(min=1, help="K and V of one token, all layers.", rich_help_panel=_POOL)
     ] = 131_072,
-    block_size: Annotated[int, typer.Option(min=1, max=4096, help="Tokens per block.")] = 16,
-    max_requests: Annotated[int, typer.Option(min=1, help="Running requests at most.")] = 256,
-    budget: Annotated[
-        int, typer.Option(min=1, help="Tokens per step at most; long prompts go in chunks.")
-    ] = DEFAULT_BUDGET_TOKENS,
-    cache_dtype: Annotated[str, typer.Option(help="For the record.")] = "bfloat16",
-    out: Annotated[Path, typer.Option(help="Folder for what is found.")] = Path("kvproof-findings"),
+    block_size: Annotated[
+        int, typer.Option(min=1, max=4096, help="Tokens per block.", rich_help_panel=_POOL)
+    ] = 16,
+    host_blocks: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=_BLOCKS_MAX,
+            help="Swap space, for policies that swap.",
+            rich_help_panel=_POOL,
+        ),
+    ] = 0,
+    token_budget: Annotated[
+        int,
+        typer.Option(
+            min=1, max=MAX_TOKENS, help="Tokens computed at most.", rich_help_panel=_LIMITS
+        ),
+    ] = 8192,
+    max_sequences: Annotated[
+        int,
+        typer.Option(min=1, max=1 << 20, help="Running requests at most.", rich_help_panel=_LIMITS),
+    ] = 256,
+    watermark: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=_BLOCKS_MAX,
+            help="Blocks that an admission must leave free.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = 0,
+    chunked_prefill: Annotated[
+        bool,
+        typer.Option(help="Compute long prompts over several iterations.", rich_help_panel=_LIMITS),
+    ] = True,
+    run_ahead: Annotated[
+        int, typer.Option(min=1, max=8, help="Steps in flight at most.", rich_help_panel=_LIMITS)
+    ] = 1,
+    max_model_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_TOKENS,
+            help="Prompt and declared output at most: what contiguous reserves.",
+            show_default="the trace's longest",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_TOKENS,
+            help="Output that each request declares (or its real one, if longer).",
+            show_default="the real one",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
+    slo_ttft: Annotated[
+        float,
+        typer.Option(min=0, help="Goodput: seconds to the first token.", rich_help_panel=_FIGURES),
+    ] = 2.0,
+    slo_tpot: Annotated[
+        float,
+        typer.Option(min=0, help="Goodput: seconds a further token.", rich_help_panel=_FIGURES),
+    ] = 0.1,
+    cache_dtype: Annotated[
+        str, typer.Option(help="For the record.", rich_help_panel=_FIGURES)
+    ] = "bfloat16",
+    plot_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot",
+            help="Draw KV use and batch size over time: .png, .svg or .html.",
+            rich_help_panel=_FILES,
+        ),
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Write the benchmark record, as JSON.", rich_help_panel=_FILES),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for what is found.", rich_help_panel=_FILES)
+    ] = Path("kvproof-findings"),
     as_json: JsonOption = False,
 ) -> None:
-    """Replay a request trace through the engine, with all checks on, under a virtual clock.
+    """Replay a request trace through the scheduler, with all checks on, and compare policies.
 
-    Requests are admitted first come, first served; when blocks run out, the latest is preempted
-    and recomputed later.  Times come from a cost model and are no measurement of any system.
+    Times are virtual: they come from a cost model that is printed with them, an assumption and no
+    measurement of any system.
 
-    Example: [bold]kvproof trace example-mooncake.jsonl --blocks 512[/]
+    Example: [bold]kvproof trace example-mooncake.jsonl --blocks 512 --policy fcfs --policy orca[/]
     """
+    usable = _blocks(blocks, kv_memory, kv_bytes_per_token, block_size)
+    _check_places(out, plot_file, record)
+    file = _example(file)
+    requests = read_trace(file)
     configuration = Configuration(
-        blocks=_blocks(blocks, kv_memory, kv_bytes_per_token, block_size),
+        blocks=usable,
         block_size=block_size,
-        requests=max_requests,
-        run_ahead=1,
+        requests=max_sequences,
+        run_ahead=run_ahead,
         kv_bytes_per_token=kv_bytes_per_token,
+        host_blocks=host_blocks,
+        scheduling=Limits(
+            token_budget=token_budget,
+            watermark_blocks=watermark,
+            max_model_tokens=max_model_tokens or _longest(requests, max_tokens or 0),
+            chunked_prefill=chunked_prefill,
+        ),
     )
-    writable_folder(out)
-    requests = read_trace(_example(file))
-    run = TraceRun(requests, configuration, budget_tokens=budget, cache_dtype=cache_dtype)
-    with progress_bar(f"replaying {file.name}", len(requests)) as bar, _watch(run, bar):
-        checked = run.run()
-    verdict = _verdict(checked)
-    told = _tell(checked, out)
+    _check_limits(configuration)
+    setting = Setting(
+        configuration, max_tokens or 0, Slo(slo_ttft, slo_tpot), cache_dtype=cache_dtype
+    )
+    names = dict.fromkeys(policy or ["fcfs"])
+    runs = [TraceRun(requests, setting, name) for name in names]
+    reports = _run(runs, requests, file, out)
+    verdict = merge(*[report.verdict for report in reports])
+    if plot_file is not None:
+        series = {report.name: report.checked.series for report in reports}
+        plot(series, f"{file.name}, {usable:,} blocks of {block_size} tokens", plot_file)
+    if record is not None:
+        write_records([report.record for report in reports], record)
     if as_json:
-        print_json(_fields(checked, verdict, told))
+        print_json(_fields(reports, verdict))
     else:
-        _show(checked, verdict, told)
+        _show(reports, verdict, [path for path in (plot_file, record) if path is not None])
     finish(verdict)
+
+
+# -- what is asked for -----------------------------------------------------------------------
 
 
 def _example(file: Path) -> Path:
@@ -108,19 +226,94 @@ def _blocks(
     if blocks is None:
         assert kv_memory is not None
         blocks = blocks_in(parse_bytes(kv_memory), kv_bytes_per_token, block_size)
-    if blocks > 1 << 24:
+    if blocks > _BLOCKS_MAX:
         raise InputError(f"{blocks:,} blocks are more than the 16,777,216 that kvproof handles")
     return blocks
 
 
+def _check_places(out: Path, plot_file: Path | None, record: Path | None) -> None:
+    writable_folder(out)
+    for path in (plot_file, record):
+        if path is not None:
+            writable_file(path)
+    if plot_file is not None:
+        require_plotting(plot_file)
+
+
+def _longest(requests: Sequence[TraceRequest], max_tokens: int) -> int:
+    """Prompt and declared output of the longest request."""
+    longest = max([r.prompt_tokens + max(r.output_tokens, max_tokens) for r in requests])
+    return min(longest, MAX_TOKENS)
+
+
+def _check_limits(configuration: Configuration) -> None:
+    limits = configuration.scheduling
+    if not limits.chunked_prefill and limits.token_budget < limits.max_model_tokens:
+        raise InputError(
+            f"without chunked prefill an iteration must hold the longest request: --token-budget "
+            f"{limits.token_budget} is less than {limits.max_model_tokens} (--max-model-tokens)"
+        )
+
+
+# -- what is done ----------------------------------------------------------------------------
+
+
+class _Told(msgspec.Struct, frozen=True):
+    """A violation, shrunk, explained and written."""
+
+    violation: Violation
+    explanation: str
+    files: list[Path]
+
+
+class _Report(msgspec.Struct, frozen=True):
+    """All there is to say about one policy."""
+
+    checked: CheckedTrace
+    record: BenchmarkRecord
+    told: _Told | None
+
+    @property
+    def name(self) -> str:
+        return self.checked.policy
+
+    @property
+    def verdict(self) -> Verdict:
+        failed: Verdict = "fail" if self.checked.violations else "pass"
+        return merge(failed, "unknown" if self.reasons else "pass")
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why the verdict is unknown."""
+        result = self.checked.result
+        reasons = [reason for reason in (self.checked.problem, result.stopped) if reason]
+        if not result.finished:
+            reasons.append(f"none of the {result.requests} requests finished: nothing was shown")
+        return reasons
+
+
+def _run(
+    runs: Sequence[TraceRun], requests: Sequence[TraceRequest], file: Path, out: Path
+) -> list[_Report]:
+    reports = []
+    source = trace_source(file, len(requests))
+    total = len(requests) * len(runs)
+    with progress_bar(f"replaying {file.name}", total) as bar, _watch(runs, bar):
+        for run in runs:
+            checked = run.run()
+            record = benchmark_record(requests, source, run.setting, checked)
+            reports.append(_Report(checked, record, _tell(checked, out)))
+    return reports
+
+
 @contextmanager
-def _watch(run: TraceRun, bar: Bar) -> Iterator[None]:
+def _watch(runs: Sequence[TraceRun], bar: Bar) -> Iterator[None]:
     """Keep the bar up to date from a second thread: the replay itself has no time for it."""
     done = threading.Event()
 
     def look() -> None:
         while not done.wait(0.5):
-            finished = run.replay.finished
+            finished = sum([run.finished for run in runs])
             bar.update(finished, f"{finished:,} requests finished")
 
     thread = threading.Thread(target=look, daemon=True)
@@ -132,26 +325,6 @@ def _watch(run: TraceRun, bar: Bar) -> Iterator[None]:
         thread.join()
 
 
-def _verdict(checked: CheckedTrace) -> Verdict:
-    return merge(
-        "fail" if checked.violations else "pass", "unknown" if _reasons(checked) else "pass"
-    )
-
-
-def _reasons(checked: CheckedTrace) -> list[str]:
-    """Why the verdict is unknown."""
-    result = checked.result
-    reasons = [reason for reason in (checked.problem, result.stopped) if reason]
-    if not result.finished:
-        reasons.append(f"none of the {result.requests} requests finished: nothing was shown")
-    return reasons
-
-
-class _Told(msgspec.Struct, frozen=True):
-    explanation: str
-    files: list[Path]
-
-
 def _tell(checked: CheckedTrace, out: Path) -> _Told | None:
     case = checked.case
     if case is None:
@@ -160,9 +333,8 @@ def _tell(checked: CheckedTrace, out: Path) -> _Told | None:
     result = replay(small, record=True)
     violation = result.violations[0] if result.violations else checked.violations[0]
     explanation = explain(violation, result.moments, small.configuration.block_size)
-    return _Told(
-        explanation, write_finding(small, violation, explanation, out, moments=result.moments)
-    )
+    files = write_finding(small, violation, explanation, out, moments=result.moments)
+    return _Told(violation, explanation, files)
 
 
 def _shrunk(case: Case) -> Case:
@@ -172,51 +344,95 @@ def _shrunk(case: Case) -> Case:
     return shrunk.case if shrunk else case
 
 
-def _fields(checked: CheckedTrace, verdict: Verdict, told: _Told | None) -> dict[str, object]:
-    result: dict[str, object] = msgspec.to_builtins(checked.result)
+# -- what is said ----------------------------------------------------------------------------
+
+
+def _fields(reports: Sequence[_Report], verdict: Verdict) -> dict[str, object]:
+    """The first policy's figures; verdict, reasons and violations are those of all."""
+    reasons = [
+        f"{report.name}: {reason}" if len(reports) > 1 else reason
+        for report in reports
+        for reason in report.reasons
+    ]
     violations = [
-        violation_fields(v, told.explanation if told else v.message, str(told.files[0]))
-        for v in checked.violations[:1]
-        if told
+        {**violation, "policy": report.name}
+        for report in reports
+        for violation in _violations(report)
     ]
     return {
+        **_policy_fields(reports[0]),
         "verdict": verdict,
-        "reasons": _reasons(checked),
-        "subject": "engine",
+        "reasons": reasons,
+        "violations": violations,
         "seed": None,
+        "policies": {report.name: _policy_fields(report) for report in reports},
+    }
+
+
+def _policy_fields(report: _Report) -> dict[str, object]:
+    checked = report.checked
+    figures: dict[str, object] = msgspec.to_builtins(checked.result)
+    return {
+        "verdict": report.verdict,
+        "reasons": report.reasons,
+        "subject": f"scheduler:{report.name}",
         "ops": checked.ops,
         "seconds": round(checked.seconds, 3),
         "ops_per_second": round(checked.ops / checked.seconds) if checked.seconds else 0,
         "operations": checked.operations,
-        "violations": violations,
+        "violations": _violations(report),
         "goals": [{"id": name, "hits": n, "rare": True} for name, n in checked.goals.items()],
         "invariants": [{"id": name, "checked": n} for name, n in checked.checked.items()],
-        **result,
-        "policies": {POLICY: result},
+        **figures,
+        "record": msgspec.to_builtins(report.record),
     }
 
 
-def _show(checked: CheckedTrace, verdict: Verdict, told: _Told | None) -> None:
-    console.print(result_tables(checked.result))
-    cost = checked.result.cost
+def _violations(report: _Report) -> list[dict[str, object]]:
+    told = report.told
+    if told is None:
+        return []
+    return [violation_fields(told.violation, told.explanation, str(told.files[0]))]
+
+
+def _show(reports: Sequence[_Report], verdict: Verdict, written: Sequence[Path]) -> None:
+    if len(reports) == 1:
+        console.print(result_tables(reports[0].checked.result))
+    console.print(comparison_table({report.name: report.checked.result for report in reports}))
+    _show_cost(reports[0].checked.result)
+    for report in reports:
+        for reason, count in report.checked.result.rejections.items():
+            console.print(f"{report.name}: {count} requests were refused: {reason}", markup=False)
+        if report.told is not None:
+            console.print(f"\n{report.name}: {report.told.explanation}\n", markup=False)
+            for path in report.told.files:
+                console.print(f"  written: {path}", markup=False)
+    for path in written:
+        console.print(f"  written: {path}", markup=False)
+    for report in reports:
+        _show_report(report)
+    if len(reports) > 1:
+        show_verdict(verdict, f"{len(reports)} policies over {reports[0].record.trace.file}")
+
+
+def _show_cost(result: TraceResult) -> None:
+    cost = result.cost
     console.print(
         f"Times are virtual, by an assumed cost model: a step takes {cost.step_ns / 1e6:g} ms, and "
         f"{cost.prefill_token_ns / 1e3:g} µs per prompt token, {cost.decode_sequence_ns / 1e3:g} "
         f"µs per decoding sequence, {cost.kv_token_read_ns} ns per cached token read. Cached "
-        "tokens count shared blocks once per request."
+        "tokens count shared blocks once per request, slots in use once."
     )
-    for reason, count in checked.result.rejections.items():
-        console.print(f"{count} requests were rejected: {reason}")
+
+
+def _show_report(report: _Report) -> None:
+    checked = report.checked
     checks = sum(checked.checked.values())
-    if told is not None:
-        console.print(f"\n{told.explanation}\n", markup=False)
-        for path in told.files:
-            console.print(f"  written: {path}", markup=False)
     show_verdict(
-        verdict,
-        f"{checked.result.finished} of {checked.result.requests} requests finished; "
-        f"{checked.ops:,} operations checked ({checks:,} checks) in {checked.seconds:.1f} s; "
-        f"policy {POLICY}",
+        report.verdict,
+        f"{report.name}: {checked.result.finished} of {checked.result.requests} requests "
+        f"finished; {checked.ops:,} operations checked ({checks:,} checks) in "
+        f"{checked.seconds:.1f} s",
     )
-    for why in _reasons(checked) if verdict == "unknown" else ():
+    for why in report.reasons if report.verdict == "unknown" else ():
         console.print(f"  because {why}", markup=False)

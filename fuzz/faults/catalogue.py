@@ -44,7 +44,9 @@ def _fault(
         name = replacement.__name__.replace("_", "-")
         summary = " ".join((replacement.__doc__ or "").split())
         _FAULTS.append(
-            Fault(name, property, source, summary, target, method, replacement, shortest, also)
+            Fault(
+                name, property, source, summary, target, method, replacement, shortest, also=also
+            )
         )
         return replacement
 
@@ -400,9 +402,11 @@ def computed_survives_preemption(original: Replacement, self: Engine, request: R
 
 
 @_fault(Engine, "resume", property="RESUME", source="B68, GeeeekExplorer/nano-vllm#211", shortest=5)
-def resume_counts_before_the_hit(original: Replacement, self: Engine, request: Request) -> Outcome:
+def resume_counts_before_the_hit(
+    original: Replacement, self: Engine, request: Request, slots: int = 0
+) -> Outcome:
     """Tokens to compute are counted before the request finds its own old blocks as a hit."""
-    outcome: Outcome = original(self, request)
+    outcome: Outcome = original(self, request, slots)
     if outcome.status == "done":
         request.computed = request.scheduled = 0
     return outcome
@@ -525,9 +529,11 @@ def lookups_counted_when_refused(
 
 
 @_fault(Engine, "resume", property="MET", source="B159, vllm-project/vllm#25780", shortest=5)
-def hits_counted_again_on_resume(original: Replacement, self: Engine, request: Request) -> Outcome:
+def hits_counted_again_on_resume(
+    original: Replacement, self: Engine, request: Request, slots: int = 0
+) -> Outcome:
     """A resumed request's own old blocks count as prefix hits."""
-    outcome: Outcome = original(self, request)
+    outcome: Outcome = original(self, request, slots)
     self.counters.prefix_cache_hits += outcome.cached_tokens
     return outcome
 

@@ -32,6 +32,8 @@ class Fault(Struct, frozen=True):
     replacement: Replacement
     shortest: int
     """Operations of the shortest known run that shows it."""
+    subject: str = "engine"
+    """What is to be driven to see it."""
     also: tuple[str, ...] = ()
     """Properties that the same mistake may break first, in other runs."""
 

@@ -1,29 +1,33 @@
 """A trace replayed with all checks on; and, if something fails, the case that shows it.
 
-Operations of a long trace are not kept: a hundred thousand requests make tens of millions.  When
-a check fails, the replay, which is deterministic, is done again up to that operation, this time
-keeping what it does.
+Operations of a long trace are not kept: a hundred thousand requests make millions.  When a check
+fails, the replay, which is deterministic, is done again up to that operation, this time keeping
+what it does.
 """
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from msgspec import Struct
 
-from kvproof.fuzz.traces.figures import TraceResult
+from kvproof.engine.clock import CostModel, VirtualClock
+from kvproof.fuzz.traces.figures import Slo, TraceResult
 from kvproof.fuzz.traces.formats import TraceRequest
-from kvproof.fuzz.traces.replay import DEFAULT_BUDGET_TOKENS, Replay
+from kvproof.fuzz.traces.observer import Observer, Series
+from kvproof.fuzz.traces.replay import ObservedSubject, Replay
 from kvproof.invariants.case import Case
 from kvproof.invariants.checker import CheckerError
 from kvproof.invariants.operations import Operation
 from kvproof.invariants.outcomes import Outcome
+from kvproof.invariants.scheduling.vocabulary import Promises
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Violation
-from kvproof.stateful_tests.harness import Harness
-from kvproof.stateful_tests.subjects import subject_factory
+from kvproof.stateful_tests.scheduling_harness import SchedulingHarness
+from kvproof.stateful_tests.subjects.policies import policy_factory
 
 
 class _ViolatedError(Exception):
@@ -34,12 +38,29 @@ class _EnoughError(Exception):
     """As many operations are recorded as were wanted."""
 
 
-class CheckedTrace(Struct, frozen=True):
-    """What the replay showed."""
+class Setting(Struct, frozen=True):
+    """What all policies of a comparison have in common."""
 
+    configuration: Configuration
+    max_tokens: int = 0
+    """Output tokens that each request declares; 0: its real ones."""
+    slo: Slo = Slo()
+    cost: CostModel = CostModel()
+    cache_dtype: str = "bfloat16"
+
+
+class CheckedTrace(Struct, frozen=True):
+    """What the replay under one policy showed."""
+
+    policy: str
+    about: str
+    """The policy, in one line of its author's."""
+    promises: Promises
     result: TraceResult
+    series: Series
     violations: Sequence[Violation]
     ops: int
+    """Operations checked: the scheduler's, and the cache's below it."""
     seconds: float
     operations: dict[str, dict[str, int]]
     goals: dict[str, int]
@@ -51,39 +72,41 @@ class CheckedTrace(Struct, frozen=True):
 
 
 class TraceRun:
-    """One checked replay; ``replay.finished`` tells how far it is."""
+    """One checked replay under one policy; ``finished`` tells how far it is."""
 
     def __init__(
-        self,
-        trace: Sequence[TraceRequest],
-        configuration: Configuration,
-        *,
-        subject: str = "engine",
-        budget_tokens: int = DEFAULT_BUDGET_TOKENS,
-        cache_dtype: str = "bfloat16",
+        self, trace: Sequence[TraceRequest], setting: Setting, policy: str = "fcfs"
     ) -> None:
+        """Raises InputError if there is no such policy."""
         self._trace = trace
-        self._configuration = configuration
-        self._subject = subject
-        self._factory = subject_factory(subject)
-        self._budget_tokens = budget_tokens
-        self._cache_dtype = cache_dtype
-        self._harness = Harness(self._factory(configuration))
-        self.replay = self._replay(self._harness, self._perform)
+        self.setting = setting
+        self._policy = policy
+        self._factory = policy_factory(policy)
+        self._subject = self._fresh_subject()
+        self._harness = SchedulingHarness(self._subject)
+        self.replay = self._replay(self._subject, self._perform)
 
-    def _replay(self, harness: Harness, perform: Callable[[Operation], Outcome]) -> Replay:
-        return Replay(
-            self._trace,
-            harness.subject,
-            perform,
-            budget_tokens=self._budget_tokens,
-            cache_dtype=self._cache_dtype,
+    @property
+    def finished(self) -> int:
+        """Requests that have finished by now."""
+        return self._subject.observer.finished
+
+    def _fresh_subject(self) -> ObservedSubject:
+        return ObservedSubject(
+            self.setting.configuration,
+            policy=self._factory,
+            observer=Observer(self._trace),
+            name=f"scheduler:{self._policy}",
+            clock=VirtualClock(),
+            cost=self.setting.cost,
         )
 
+    def _replay(self, subject: ObservedSubject, perform: Callable[[Operation], Outcome]) -> Replay:
+        return Replay(self._trace, subject, perform, max_tokens=self.setting.max_tokens)
+
     def _perform(self, operation: Operation) -> Outcome:
-        harness = self._harness
-        outcome = harness.perform(operation)
-        if harness.violations:
+        outcome = self._harness.perform(operation)
+        if self._harness.violations:
             raise _ViolatedError
         return outcome
 
@@ -100,22 +123,49 @@ class TraceRun:
             problem = str(error)
         seconds = time.perf_counter() - started
         return CheckedTrace(
-            self.replay.result(),
-            harness.violations,
-            harness.checker.operations,
-            seconds,
-            harness.operation_counts(),
-            harness.checker.goals.hits,
-            harness.checker.checked(),
-            self._case() if harness.violations else None,
-            problem,
+            policy=self._policy,
+            about=_first_line(self._factory),
+            promises=self._subject.promises,
+            result=self.result(),
+            series=self._subject.observer.series(),
+            violations=harness.violations,
+            ops=harness.operations,
+            seconds=seconds,
+            operations=harness.operation_counts(),
+            goals=harness.goals,
+            checked=harness.checks(),
+            case=self._case() if harness.violations else None,
+            problem=problem,
+        )
+
+    def result(self) -> TraceResult:
+        """The figures up to now."""
+        observer, setting, replay = self._subject.observer, self.setting, self.replay
+        virtual_seconds = self._subject.scheduler.clock.now_s
+        return TraceResult(
+            requests=len(self._trace),
+            finished=observer.finished,
+            rejected=replay.rejections.total(),
+            rejections=dict(replay.rejections),
+            stopped=replay.stopped,
+            steps=observer.iterations,
+            virtual_seconds=virtual_seconds,
+            metrics=observer.scheduler_figures(),
+            percentiles=observer.records.percentiles(),
+            goodput=observer.records.goodput(setting.slo, virtual_seconds),
+            throughput=observer.records.throughput(virtual_seconds),
+            kv_use=observer.kv_use(),
+            attention_mode="full",
+            cache_dtype=setting.cache_dtype,
+            cost=setting.cost,
         )
 
     def _case(self) -> Case:
         """Do it again, up to the violation, and keep the operations."""
         wanted = self._harness.violations[0].op + 1
         operations: list[Operation] = []
-        harness = Harness(self._factory(self._configuration), checked=False)
+        subject = self._fresh_subject()
+        harness = SchedulingHarness(subject, checked=False)
 
         def perform(operation: Operation) -> Outcome:
             if len(operations) == wanted:
@@ -124,10 +174,15 @@ class TraceRun:
             return harness.perform(operation)
 
         with suppress(_EnoughError):
-            self._replay(harness, perform).run()
+            self._replay(subject, perform).run()
         return Case(
-            self._subject,
-            self._configuration,
+            subject.name,
+            subject.configuration,
             operations,  # type: ignore[arg-type]
             violates=self._harness.violations[0].property,
         )
+
+
+def _first_line(policy: Callable[[], object]) -> str:
+    """What the policy's class says about itself, in short."""
+    return (inspect.getdoc(policy) or "").partition("\n")[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
 import msgspec
 from rich.console import Group
 from rich.table import Table
@@ -15,7 +17,7 @@ from kvproof.fuzz.traces.figures import (
     TraceResult,
 )
 
-_TIMES = frozenset({"queue_time", "prefill_time", "decode_time", "ttft", "tpot"})
+_TIMES = frozenset({"queue_time", "prefill_time", "decode_time", "ttft", "tpot", "e2e"})
 _GIB = 1 << 30
 
 
@@ -57,15 +59,90 @@ def request_table(result: TraceResult) -> Table:
     return table
 
 
-def _cells(name: str, value: object) -> tuple[str, ...]:
+def comparison_table(results: Mapping[str, TraceResult]) -> Table:
+    """One column for each policy."""
+    slo = next(iter(results.values())).goodput.slo
+    table = Table(
+        title="Policies compared",
+        caption=f"Times are virtual. Good: ttft ≤ {slo.ttft:g} s, and tpot ≤ {slo.tpot:g} s if "
+        "there is more than one output token.",
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("figure", no_wrap=True)
+    for name in results:
+        table.add_column(name, justify="right", overflow="fold")
+    for label, figure in _ROWS:
+        table.add_row(label, *map(figure, results.values()))
+    return table
+
+
+Figure = Callable[[TraceResult], str]
+
+
+def _percentile(name: str, which: str) -> Figure:
+    def cell(result: TraceResult) -> str:
+        found = result.percentiles.get(name)
+        return _seconds(getattr(found, which)) if found else "–"
+
+    return cell
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.4f}" if value < 0.1 else f"{value:,.2f}"
+
+
+def _batch_cell(result: TraceResult) -> str:
+    sizes = result.metrics.batch_size_by_iteration
+    return f"{sizes.sequences_mean:.1f} / {sizes.sequences_maximum:,}"
+
+
+def _range(gauge: Gauge) -> str:
+    return f"{gauge.mean:.1%} / {gauge.maximum:.1%}"
+
+
+def _hit_rate(hits: PrefixCacheHits) -> str:
+    return f"{hits.tokens / hits.queries_tokens:.1%}" if hits.queries_tokens else "–"
+
+
+_ROWS: tuple[tuple[str, Figure], ...] = (
+    ("finished", lambda r: f"{r.finished:,} of {r.requests:,}"),
+    *(
+        (f"{name} {which}, s", _percentile(name, which))
+        for name in ("ttft", "tpot", "queue_time")
+        for which in Percentiles.__struct_fields__
+    ),
+    ("good requests", lambda r: f"{r.goodput.fraction:.0%}"),
+    ("goodput, requests/s", lambda r: f"{r.goodput.requests_per_second:.3g}"),
+    ("throughput, requests/s", lambda r: f"{r.throughput.requests_per_second:.3g}"),
+    ("output tokens/s", lambda r: f"{r.throughput.output_tokens_per_second:,.0f}"),
+    ("virtual time, s", lambda r: f"{r.virtual_seconds:,.1f}"),
+    ("batch size, mean / most", _batch_cell),
+    ("preemptions", lambda r: f"{r.metrics.preemptions:,}"),
+    ("swapped in from the host, blocks", lambda r: _count(r.metrics.host_promotions)),
+    ("evictions, blocks", lambda r: f"{r.metrics.evictions:,}"),
+    ("prefix hits, of prompt tokens", lambda r: _hit_rate(r.metrics.prefix_cache_hits)),
+    ("KV blocks held, mean / most", lambda r: _range(r.kv_use.referenced_fraction)),
+    ("KV slots with a token, mean / most", lambda r: _range(r.kv_use.effective_fraction)),
+    ("… of the slots held", lambda r: f"{r.kv_use.used_of_held:.1%}"),
+    ("slots held for later, mean", lambda r: f"{r.kv_use.reserved_slots.mean:,.0f}"),
+    ("slots held and never used, mean", lambda r: f"{r.kv_use.fragmentation_slots.mean:,.0f}"),
+)
+"""What is compared, and what stands in a cell."""
+
+
+def _count(value: int | str) -> str:
+    return "–" if isinstance(value, str) else f"{value:,}"
+
+
+def _cells(name: str, value: object) -> Sequence[str]:
     if isinstance(value, Gauge):
-        return tuple(_number(name, part) for part in (value.mean, value.minimum, value.maximum))
+        return [_number(name, part) for part in (value.mean, value.minimum, value.maximum)]
     if isinstance(value, PrefixCacheHits):
-        share = value.tokens / value.queries_tokens if value.queries_tokens else 0.0
-        return (f"{value.tokens:,} of {value.queries_tokens:,} tokens ({share:.1%})",)
+        return [f"{value.tokens:,} of {value.queries_tokens:,} tokens ({_hit_rate(value)})"]
     if isinstance(value, BatchSizes):
-        return (f"{value.sequences_mean:.1f}", "", f"{value.sequences_maximum:,}")
-    return (value if isinstance(value, str) else _number(name, value),)
+        return [f"{value.sequences_mean:.1f}", "", f"{value.sequences_maximum:,}"]
+    return [value if isinstance(value, str) else _number(name, value)]
 
 
 def _number(name: str, value: object) -> str:

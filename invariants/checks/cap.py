@@ -2,8 +2,9 @@
 
 Verifies: each refusal and each success of every operation
 against a prediction from the books; that a prefix hit is the longest findable one and never
-covers the last token; that a request holds ceil(tokens / block size) blocks, no more; that a
-step computes as many tokens as its budget and the pending tokens allow.
+covers the last token; that a request holds ceil(tokens / block size) blocks, or as many as were
+reserved, no more; that a step computes as many tokens as its budget or items, and the pending
+tokens that have slots, allow.
 
 Does not verify: the order of admissions or any policy (none exists at this level); bounds of
 subjects that declare inexact admission.
@@ -15,6 +16,7 @@ from kvproof.invariants.books import GroupBooks, RequestModel
 from kvproof.invariants.operations import (
     Abort,
     Admit,
+    Decode,
     Evict,
     Finish,
     Fork,
@@ -22,14 +24,17 @@ from kvproof.invariants.operations import (
     Launch,
     Operation,
     Preempt,
+    Reserve,
     Reset,
     Resume,
     Retire,
 )
 from kvproof.invariants.outcomes import (
     BLOCKS_IN_USE,
+    IN_FLIGHT,
     LARGER_THAN_POOL,
     NO_FREE_BLOCKS,
+    NO_HOST_BLOCKS,
     NOT_COMPUTED,
     NOT_LAUNCHED,
     NOTHING_TO_RUN,
@@ -82,7 +87,7 @@ class Cap(Check):
         handlers: dict[type[Operation], OperationHandler] = {
             Finish: self._end,
             Abort: self._end,
-            Preempt: self._end,
+            Preempt: self._preempt,
             Fork: self._fork,
             Launch: self._launch,
             Reset: self._reset,
@@ -93,6 +98,8 @@ class Cap(Check):
                 Admit: self._admit,
                 Resume: self._resume,
                 Grow: self._grow,
+                Decode: self._decode,
+                Reserve: self._reserve,
                 Evict: self._evict,
             }
         return handlers.get(kind)
@@ -132,6 +139,7 @@ class Cap(Check):
             Launch: "tokens were scheduled",
             Evict: "blocks were evicted",
             Reset: "blocks were evicted",
+            Reserve: "blocks were taken",
             Retire: "requests came back",
         }.get(type(operation), "were counted")
         self.fail(
@@ -142,17 +150,39 @@ class Cap(Check):
     # -- predictions, from the books as they were before the operation ---------------------------
 
     def _admit(self, operation: Admit, outcome: Outcome) -> None:
-        self._admission(operation, outcome, self.books.tags_of(operation))
+        self._admission(operation, outcome, self.books.tags_of(operation), operation.slots)
 
     def _resume(self, operation: Resume, outcome: Outcome) -> None:
         request = self._known(outcome.request)
-        if request is not None:
-            self._admission(operation, outcome, request.tags)
+        if request is None:
+            return
+        if request.swapped:
+            self._swap_in(operation, outcome, request)
+        else:
+            self._admission(operation, outcome, request.tags, operation.slots)
 
-    def _admission(self, operation: Operation, outcome: Outcome, tags: Tags[int]) -> None:
+    def _swap_in(self, operation: Resume, outcome: Outcome, request: RequestModel) -> None:
+        books = self.books
+        books.predicted_hits = []
+        needed = max(
+            blocks_for(operation.slots or request.length, self.block_size),
+            blocks_for(request.computed, self.block_size),
+        )
+        reason = None
+        if len(books.running) >= books.configuration.requests:
+            reason = TOO_MANY_REQUESTS
+        elif needed > books.configuration.blocks:
+            reason = LARGER_THAN_POOL
+        elif any(needed > group.usable - group.referenced for group in self.groups):
+            reason = NO_FREE_BLOCKS
+        self._judge(operation, outcome, reason, request.computed)
+
+    def _admission(
+        self, operation: Operation, outcome: Outcome, tags: Tags[int], slots: int
+    ) -> None:
         books, size = self.books, self.block_size
         books.predicted_hits = []
-        needed = (len(tags) + size - 1) // size
+        needed = ((slots or len(tags)) + size - 1) // size
         hits, reason = 0, None
         if len(books.running) >= books.configuration.requests:
             reason = TOO_MANY_REQUESTS
@@ -177,7 +207,7 @@ class Cap(Check):
 
     def _fits(self, group: GroupBooks, tags: Tags[int], needed: int, hits: int) -> bool:
         """Whether the new blocks are free beside the hits that come out of the free ones."""
-        taken = needed - hits
+        taken = max(0, needed - hits)
         if hits:
             size, refs = self.block_size, group.refs
             blocks_of, key_of_tag = group.blocks_of, group.key_of_tag
@@ -191,17 +221,60 @@ class Cap(Check):
         request = self._known(outcome.request)
         if request is None:
             return
-        size, length = self.block_size, len(request.tags)
         reason = None
         for group in self.groups:
-            table = request.tables[group.group]
-            take = (length + operation.tokens + size - 1) // size - len(table)
-            if length % size and table and group.refs[table[-1]] > 1:
-                take += 1  # copy-on-write
-            if take > group.usable - group.referenced:
+            if self._growth(group, request, operation.tokens) > group.usable - group.referenced:
                 reason = NO_FREE_BLOCKS
         if outcome.reason != reason or (outcome.status == "done") != (reason is None):
             self._wrong_answer(operation, outcome, reason)
+
+    def _growth(self, group: GroupBooks, request: RequestModel, tokens: int) -> int:
+        """Blocks that growing by so many tokens takes, a copy-on-write included."""
+        size, length, table = self.block_size, len(request.tags), request.tables[group.group]
+        row, offset = divmod(length, size)
+        take = (length + tokens + size - 1) // size - len(table)
+        copied = offset and row < len(table) and group.refs[table[row]] > 1
+        return (take if take > 0 else 0) + (1 if copied else 0)
+
+    def _decode(self, operation: Decode, outcome: Outcome) -> None:
+        """All of them, if each by itself finds its blocks beside the others."""
+        running = self.books.running
+        if outcome.status == "skipped" or not running:
+            return  # LIFE
+        named = {index % len(running) for index in operation.requests}
+        reason = None
+        for group in self.groups:
+            taken = sum([self._growth(group, running[index], 1) for index in named])
+            if taken > group.usable - group.referenced:
+                reason = NO_FREE_BLOCKS
+        if outcome.reason != reason or (outcome.status == "done") != (reason is None):
+            self._wrong_answer(operation, outcome, reason)
+
+    def _reserve(self, operation: Reserve, outcome: Outcome) -> None:
+        request = self._known(outcome.request)
+        if request is None:
+            return
+        needed = blocks_for(operation.slots, self.block_size)
+        takes = [max(0, needed - len(table)) for table in request.tables]
+        short = any(
+            take > group.usable - group.referenced
+            for group, take in zip(self.groups, takes, strict=True)
+        )
+        self._judge(operation, outcome, NO_FREE_BLOCKS if short else None, sum(takes))
+
+    def _preempt(self, operation: Preempt, outcome: Outcome) -> None:
+        request = self._known(outcome.request)
+        if request is None or not operation.swap:
+            self._end(operation, outcome)
+            return
+        rows = blocks_for(request.computed, self.block_size)
+        capacity = self.books.configuration.host_blocks
+        reason = None
+        if request.launched:
+            reason = IN_FLIGHT
+        elif any(rows > capacity - len(group.host_holder) for group in self.groups):
+            reason = NO_HOST_BLOCKS
+        self._judge(operation, outcome, reason)
 
     def _end(self, operation: Operation, outcome: Outcome) -> None:
         """Finish, abort, preempt: always, unless steps have still to compute the request."""
@@ -228,15 +301,41 @@ class Cap(Check):
         if len(books.steps) >= books.configuration.run_ahead:
             self._judge(operation, outcome, RUN_AHEAD_LIMIT)
             return
-        pending = 0
-        for request in books.running:
-            pending += len(request.tags) - request.scheduled
+        pending = self._named(operation) if operation.items else self._pending_of_all()
         if pending == 0:
             self._judge(operation, outcome, NOTHING_TO_RUN)
             return
-        if operation.budget and self.semantics.chunks:
+        if operation.budget and self.semantics.chunks and not operation.items:
             pending = min(pending, operation.budget)
         self._judge(operation, outcome, None, pending)
+
+    def _pending_of_all(self) -> int:
+        total, size = 0, self.block_size
+        for request in self.books.running:
+            # Tokens beyond the request's blocks cannot be computed yet.
+            slots = (request.slots + size - 1) // size * size
+            length = len(request.tags)
+            pending = (length if length < slots else slots) - request.scheduled
+            if pending > 0:
+                total += pending
+        return total
+
+    def _named(self, operation: Launch) -> int:
+        """Tokens that the named requests, each by its first item, have to compute."""
+        running, size, named = self.books.running, self.block_size, {}
+        count, total = len(running), 0
+        if not count:
+            return 0
+        for index, tokens in operation.items:
+            named.setdefault(index % count, tokens)
+        for index, tokens in named.items():
+            request = running[index]
+            slots = (request.slots + size - 1) // size * size
+            length = len(request.tags)
+            pending = (length if length < slots else slots) - request.scheduled
+            if pending > 0:
+                total += tokens if tokens < pending else pending
+        return total
 
     def _evict(self, operation: Evict, outcome: Outcome) -> None:
         cached = [len(group.cached_free) for group in self.groups]
@@ -262,13 +361,15 @@ class Cap(Check):
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
         """A launch serves the oldest first: only its last request may be left unfinished."""
         step = self.books.steps[-1] if self.books.steps else None
-        if step is None or not step.items or not self.semantics.oldest_first:
+        assert isinstance(operation, Launch)
+        if step is None or not step.items or not self.semantics.oldest_first or operation.items:
             return
-        last = step.items[-1][1]
+        last, size = step.items[-1][1], self.block_size
         for request in self.books.running:
             if request is last:
                 return
-            if request.scheduled < len(request.tags):
+            slots = (request.slots + size - 1) // size * size
+            if request.scheduled < min(len(request.tags), slots):
                 self.fail(
                     f"step {step.number} leaves {len(request.tags) - request.scheduled} tokens "
                     f"of request {request.id} uncomputed, but serves request {last.id}, which "
@@ -283,8 +384,13 @@ class Cap(Check):
         for group, (held, needed) in enumerate(zip(actual[3], expected[3], strict=True)):
             if held != needed:
                 self.fail(
-                    f"request {request.id} has {request.length} tokens, which need {needed} "
-                    f"blocks of {self.block_size}, but holds {held}",
+                    f"request {request.id} has {request.length} tokens and {request.slots} slots, "
+                    f"which need {needed} blocks of {self.block_size}, but holds {held}",
                     group=group,
                     request=request.id,
                 )
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    """Blocks that hold so many tokens."""
+    return (tokens + block_size - 1) // block_size

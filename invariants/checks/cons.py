@@ -11,6 +11,7 @@ Does not verify: who holds a referenced block (REF, EXCL); that a free block is 
 
 from __future__ import annotations
 
+from kvproof.invariants.books import GroupBooks
 from kvproof.invariants.operations import Operation
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim
@@ -49,6 +50,21 @@ class Cons(Check):
                     f"or fences, which does not make the pool of {group.usable}",
                     group=group.group,
                 )
+            if self._host_blocks:
+                self._host(group)
+
+    def _host(self, group: GroupBooks) -> None:
+        free, held = self.view.free_host_count(group.group), len(group.host_holder)
+        if free + held != self._host_blocks:
+            self.fail(
+                f"{free} host blocks are reported free and {held} hold swapped requests, which "
+                f"does not make the swap space of {self._host_blocks}",
+                group=group.group,
+            )
+
+    @property
+    def _host_blocks(self) -> int:
+        return self.books.configuration.host_blocks
 
     def audit(self) -> None:
         reserved = self.semantics.reserved

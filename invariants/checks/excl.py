@@ -16,6 +16,7 @@ from kvproof.invariants.books import GroupBooks, RequestModel
 from kvproof.invariants.events import (
     BlockCopied,
     BlocksAllocated,
+    BlocksSwappedOut,
     Event,
     StepItem,
     StepLaunched,
@@ -51,6 +52,7 @@ class Excl(Check):
         return {
             BlocksAllocated: self._allocated,
             BlockCopied: self._copied,
+            BlocksSwappedOut: self._swapped_out,
         }
 
     def after_event(self) -> Mapping[type[Event], EventHandler]:
@@ -86,6 +88,25 @@ class Excl(Check):
                 group=group.group,
                 block=block,
                 request=request,
+            )
+
+    def _swapped_out(self, event: BlocksSwappedOut) -> None:
+        """Host blocks have one owner, too, and are as many as the device blocks copied."""
+        holders = self.groups[event.group].host_holder
+        for block in event.host_blocks:
+            if block in holders:
+                self.fail(
+                    f"request {event.request} is swapped out to host block {block}, which holds "
+                    f"request {holders[block]}",
+                    group=event.group,
+                    request=event.request,
+                )
+        if len(set(event.host_blocks)) != len(event.blocks):
+            self.fail(
+                f"{len(event.blocks)} blocks of request {event.request} are swapped out to "
+                f"{len(set(event.host_blocks))} host blocks",
+                group=event.group,
+                request=event.request,
             )
 
     def _owners(self, group: GroupBooks, block: int) -> str:

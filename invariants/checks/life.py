@@ -22,15 +22,18 @@ from kvproof.invariants.events import (
     RequestGrown,
     RequestPreempted,
     RequestResumed,
+    RequestsDecoded,
 )
 from kvproof.invariants.operations import (
     Abort,
     Admit,
+    Decode,
     Finish,
     Fork,
     Grow,
     Operation,
     Preempt,
+    Reserve,
     Resume,
     Retire,
 )
@@ -62,6 +65,8 @@ class Life(Check):
             Resume: self._resumed,
             Abort: self._aborted,
             Grow: self._of_running,
+            Decode: self._decoded,
+            Reserve: self._of_running,
             Finish: self._of_running,
             Fork: self._forked,
             Preempt: self._of_running,
@@ -88,6 +93,17 @@ class Life(Check):
             or outcome.children
         ):
             self._target(operation, running, outcome)
+
+    def _decoded(self, operation: Decode, outcome: Outcome) -> None:
+        running = self.books.running
+        count = len(running)
+        named = dict.fromkeys([index % count for index in operation.requests]) if count else ()
+        expected = [running[index].id for index in named] if outcome.status == "done" else []
+        if list(outcome.children) != expected or (outcome.status == "skipped") != (not running):
+            self.fail(
+                f"decode was {outcome.status} for requests {list(outcome.children)}, but it names "
+                f"{expected}"
+            )
 
     def _forked(self, operation: Fork, outcome: Outcome) -> None:
         self._of_running(operation, outcome)
@@ -129,6 +145,7 @@ class Life(Check):
             RequestAdmitted: self._told_admission,
             RequestResumed: self._told,
             RequestGrown: self._told,
+            RequestsDecoded: self._told_decoding,
             RequestPreempted: self._told,
             RequestFinished: self._told,
             RequestAborted: self._told,
@@ -136,6 +153,10 @@ class Life(Check):
 
     def _told(self, event: RequestGrown) -> None:
         if event.request not in self.books.known:
+            self.books.strays.append(event)
+
+    def _told_decoding(self, event: RequestsDecoded) -> None:
+        if not self.books.known.keys() >= set(event.requests):
             self.books.strays.append(event)
 
     def _told_admission(self, event: RequestAdmitted) -> None:

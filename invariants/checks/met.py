@@ -92,6 +92,8 @@ class Met(Check):
             "evictions": figures.evictions,
             "prefix_cache_hits": figures.prefix_cache_hits,
             "prefix_cache_queries": figures.prefix_cache_queries,
+            "host_offload_bytes": figures.blocks_offloaded * block_bytes,
+            "host_promotions": figures.blocks_promoted,
             "iterations": figures.iterations,
             "batch_size_by_iteration": figures.batch_size,
         }

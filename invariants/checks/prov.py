@@ -18,12 +18,16 @@ from kvproof.invariants.events import (
     BlockCopied,
     BlocksEvicted,
     BlocksReleased,
+    BlocksSwappedIn,
+    BlocksSwappedOut,
     Event,
+    HostBlocksReleased,
     StepItem,
     StepLaunched,
     StepRetired,
 )
 from kvproof.invariants.property import Check, Claim, EventHandler
+from kvproof.invariants.shadow import Shadow
 from kvproof.invariants.tags import EVICTED, FREED
 
 
@@ -45,6 +49,7 @@ class Prov(Check):
         ),
     )
     positive_control = "copy-on-write-copies-nothing"
+    _hosts: Sequence[Shadow] = ()
 
     def after_event(self) -> Mapping[type[Event], EventHandler]:
         return {
@@ -52,6 +57,9 @@ class Prov(Check):
             BlockCopied: self._copied,
             BlocksReleased: self._released,
             BlocksEvicted: self._evicted,
+            BlocksSwappedOut: self._swapped_out,
+            BlocksSwappedIn: self._swapped_in,
+            HostBlocksReleased: self._host_released,
             StepRetired: self._retired,
         }
 
@@ -78,6 +86,32 @@ class Prov(Check):
         if not held.isdisjoint(dead):
             dead = [block for block in dead if block not in held]  # PIN
         self.shadows[event.group].poison(dead, EVICTED)
+
+    def _swapped_out(self, event: BlocksSwappedOut) -> None:
+        self.shadows[event.group].copy_blocks(
+            event.blocks, self._host(event.group), event.host_blocks
+        )
+
+    def _swapped_in(self, event: BlocksSwappedIn) -> None:
+        host = self._host(event.group)
+        host.copy_blocks(event.host_blocks, self.shadows[event.group], event.blocks)
+        host.poison(event.host_blocks, FREED)
+        request = self.books.known.get(event.request)
+        if request is not None:
+            # Only the copy brings these bytes back: they are read without being written again.
+            self._compare(
+                request, event.group, 0, request.computed, request.tables[event.group]
+            )
+
+    def _host_released(self, event: HostBlocksReleased) -> None:
+        self._host(event.group).poison(event.host_blocks, FREED)
+
+    def _host(self, group: int) -> Shadow:
+        """Shadow of the group's host blocks, made when first used."""
+        if not self._hosts:
+            blocks = self.books.configuration.host_blocks
+            self._hosts = [Shadow(blocks, self.block_size) for _ in self.shadows]
+        return self._hosts[group]
 
     # -- reads are checked -----------------------------------------------------------------------
 

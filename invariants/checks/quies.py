@@ -33,6 +33,11 @@ class Quies(Check):
             return
         self.checked += 1
         for group in self.books.groups:
+            if group.host_holder:
+                self.fail(
+                    f"no request is alive, but host blocks {list(group.host_holder)[:8]} are held",
+                    group=group.group,
+                )
             if self.view.free_count(group.group) == group.usable and not group.referenced:
                 continue
             counts = self.view.ref_counts(group.group)

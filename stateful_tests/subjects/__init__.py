@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from kvproof.invariants.errors import InputError
-from kvproof.invariants.operations import KINDS
+from kvproof.invariants.operations import ALL_KINDS
 from kvproof.invariants.subject import Configuration, Subject
 
 SubjectFactory = Callable[[Configuration], Subject]
@@ -31,7 +32,28 @@ _SUBJECTS: dict[str, Callable[[], SubjectFactory]] = {
     "engine": _engine,
     "vllm:manager": _vllm_manager,
 }
-SUBJECT_NAMES = tuple(_SUBJECTS)
+SUBJECT_NAMES = (*_SUBJECTS, "scheduler:POLICY", "eviction:POLICY")
+
+
+def _scheduler(policy: str, imports: bool) -> SubjectFactory:
+    from kvproof.stateful_tests.subjects.policies import policy_factory
+    from kvproof.stateful_tests.subjects.scheduler import SchedulerSubject
+
+    factory = policy_factory(policy, imports=imports)
+    return partial(SchedulerSubject, policy=factory, name=f"scheduler:{policy}")
+
+
+def _eviction(policy: str, imports: bool) -> SubjectFactory:
+    from kvproof.stateful_tests.subjects.engine import EngineSubject
+    from kvproof.stateful_tests.subjects.policies import eviction_factory
+
+    return partial(EngineSubject, eviction=eviction_factory(policy, imports=imports))
+
+
+_FAMILIES: dict[str, Callable[[str, bool], SubjectFactory]] = {
+    "scheduler": _scheduler,
+    "eviction": _eviction,
+}
 
 
 def subject_factory(name: str, *, imports: bool = True) -> SubjectFactory:
@@ -44,8 +66,10 @@ def subject_factory(name: str, *, imports: bool = True) -> SubjectFactory:
     if name in _SUBJECTS:
         return _SUBJECTS[name]()
     module, _, attribute = name.partition(":")
+    if module in _FAMILIES and attribute:
+        return _FAMILIES[module](attribute, imports)
     if not module or not attribute:
-        known = ", ".join(_SUBJECTS)
+        known = ", ".join(SUBJECT_NAMES)
         raise InputError(f"unknown subject {name!r}; there are {known}, or MODULE:CLASS of yours")
     if not imports:
         raise InputError(
@@ -53,6 +77,14 @@ def subject_factory(name: str, *, imports: bool = True) -> SubjectFactory:
             "to import it"
         )
     return _imported(module, attribute, name)
+
+
+def is_kvproofs_own(name: str) -> bool:
+    """Whether that subject is part of kvproof, so that a case may name it without ado."""
+    from kvproof.engine.policies import POLICIES
+
+    family, _, policy = name.partition(":")
+    return name in _SUBJECTS or (family == "scheduler" and policy in POLICIES)
 
 
 def _imported(module: str, attribute: str, name: str) -> SubjectFactory:
@@ -68,7 +100,7 @@ def _imported(module: str, attribute: str, name: str) -> SubjectFactory:
     lacking = [member for member in _MEMBERS if not hasattr(subject, member)]
     if lacking:
         raise InputError(f"subject {name!r} lacks {', '.join(lacking)}: see Subject")
-    unknown = set(subject.capabilities) - set(KINDS)
+    unknown = set(subject.capabilities) - set(ALL_KINDS)
     if unknown:
         raise InputError(f"subject {name!r} has unknown capabilities: {', '.join(unknown)}")
     return factory

@@ -18,6 +18,7 @@ from kvproof.invariants.operations import (
     KINDS,
     Abort,
     Admit,
+    Decode,
     Evict,
     Finish,
     Fork,
@@ -25,12 +26,13 @@ from kvproof.invariants.operations import (
     Launch,
     Operation,
     Preempt,
+    Reserve,
     Reset,
     Resume,
     Retire,
 )
 from kvproof.invariants.outcomes import SKIPPED, Outcome
-from kvproof.invariants.prompts import clip_media, prompt_tokens, sampled_tokens
+from kvproof.invariants.prompts import clip_media, prompt_tokens, sampled_token, sampled_tokens
 from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.invariants.view import Standing
 
@@ -59,7 +61,7 @@ class EngineView:
     def standing(self, request: int) -> Standing:
         found = self._engine.requests[request]
         return (
-            "running" if found.running else "preempted",
+            "running" if found.running else "swapped" if found.swapped else "preempted",
             len(found.tokens),
             found.computed,
             tuple(map(len, found.tables)),
@@ -67,6 +69,9 @@ class EngineView:
 
     def table(self, request: int, group: int) -> Sequence[int]:
         return self._engine.requests[request].tables[group]
+
+    def free_host_count(self, group: int) -> int:
+        return self._engine.host_pools[group].free_count
 
     def steps_in_flight(self) -> Sequence[int]:
         return [step.number for step in self._engine.steps]
@@ -99,9 +104,12 @@ class EngineSubject:
             exports_per_request=REQUEST_METRICS,
         )
         self._view = EngineView(self.engine)
+        self._prepared: dict[tuple[object, ...], Request] = {}
         self._handlers: dict[type[Operation], Callable[..., Outcome]] = {
             Admit: self._admit,
             Grow: self._grow,
+            Decode: self._decode,
+            Reserve: self._reserve,
             Finish: self._finish,
             Abort: self._abort,
             Fork: self._fork,
@@ -127,7 +135,32 @@ class EngineSubject:
     def view(self) -> EngineView:
         return self._view
 
+    def prepare(self, operation: Admit) -> Request:
+        """The request that such an admission would admit; a scheduler asks about it in advance."""
+        identity = _identity(operation)
+        request = self._prepared.get(identity)
+        if request is None:
+            prompt, media = prompt_tokens(operation.prompt, operation.media), operation.media
+            request = self._prepared[identity] = self.engine.prepare(
+                prompt,
+                salt=operation.salt,
+                adapter=operation.adapter,
+                media=clip_media(media, len(prompt)) if media else (),
+            )
+        return request
+
+    def forget(self, operation: Admit) -> None:
+        """Nobody will ask for such an admission any more."""
+        self._prepared.pop(_identity(operation), None)
+
     def _admit(self, operation: Admit) -> Outcome:
+        if self._prepared:
+            request = self._prepared.get(_identity(operation))
+            if request is not None:
+                outcome = self.engine.admit_prepared(request, operation.slots)
+                if outcome.status == "done":
+                    self.forget(operation)
+                return outcome
         prompt = prompt_tokens(operation.prompt, operation.media)
         media = operation.media
         return self.engine.admit(
@@ -135,6 +168,7 @@ class EngineSubject:
             salt=operation.salt,
             adapter=operation.adapter,
             media=clip_media(media, len(prompt)) if media else (),
+            slots=operation.slots,
         )
 
     def _grow(self, operation: Grow) -> Outcome:
@@ -144,6 +178,21 @@ class EngineSubject:
         request = running[operation.request % len(running)]
         tokens = sampled_tokens(operation.choice, len(request.tokens), operation.tokens)
         return self.engine.grow(request, tokens)
+
+    def _decode(self, operation: Decode) -> Outcome:
+        running = self.engine.running
+        if not running:
+            return SKIPPED
+        count = len(running)
+        named = dict.fromkeys([index % count for index in operation.requests])
+        requests = [running[index] for index in named]
+        choice = operation.choice
+        tokens = [sampled_token(choice, len(request.tokens)) for request in requests]
+        return self.engine.decode(requests, tokens)
+
+    def _reserve(self, operation: Reserve) -> Outcome:
+        request = self._running(operation.request)
+        return self.engine.reserve(request, operation.slots) if request else SKIPPED
 
     def _running(self, index: int) -> Request | None:
         running = self.engine.running
@@ -171,16 +220,29 @@ class EngineSubject:
 
     def _preempt(self, operation: Preempt) -> Outcome:
         request = self._running(operation.request)
-        return self.engine.preempt(request) if request else SKIPPED
+        if request is None:
+            return SKIPPED
+        return self.engine.swap_out(request) if operation.swap else self.engine.preempt(request)
 
     def _resume(self, operation: Resume) -> Outcome:
         preempted = self.engine.preempted
         if not preempted:
             return SKIPPED
-        return self.engine.resume(preempted[operation.request % len(preempted)])
+        return self.engine.resume(preempted[operation.request % len(preempted)], operation.slots)
 
     def _launch(self, operation: Launch) -> Outcome:
-        return self.engine.launch(operation.budget)
+        if not operation.items:
+            return self.engine.launch(operation.budget)
+        running = self.engine.running
+        named: dict[int, int] = {}
+        for index, tokens in operation.items if running else ():
+            named.setdefault(index % len(running), tokens)
+        return self.engine.launch(items=[(running[index], named[index]) for index in named])
 
     def _retire(self, operation: Retire) -> Outcome:
         return self.engine.retire() or SKIPPED
+
+
+def _identity(operation: Admit) -> tuple[object, ...]:
+    """What a prepared request depends on."""
+    return operation.prompt, operation.salt, operation.adapter, operation.media

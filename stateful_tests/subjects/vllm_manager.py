@@ -340,6 +340,9 @@ class VllmManagerView:
     def table(self, request: int, group: int) -> Sequence[int]:
         return [block.block_id for block in self._subject.table(self._subject.live[request])]
 
+    def free_host_count(self, group: int) -> int:
+        return 0
+
     def steps_in_flight(self) -> Sequence[int]:
         return [step.step for step in self._subject.steps]
 
@@ -360,7 +363,7 @@ class VllmManagerSubject:
     """
 
     name = NAME
-    capabilities = frozenset(KINDS) - {"fork"}
+    capabilities = frozenset(KINDS) - {"fork", "reserve", "decode"}
     semantics = Semantics(
         groups=1,
         reserved=(0,),
@@ -374,6 +377,8 @@ class VllmManagerSubject:
         exact_admission=True,
         chunks=False,
         runs_ahead=True,
+        slots=False,
+        swaps=False,
     )
 
     def __init__(self, configuration: Configuration) -> None:

@@ -1,0 +1,343 @@
+"""What a scheduler policy is: a :class:`SchedulerState` in, a :class:`Plan` out.
+
+Write a class with a ``plan`` method, and check it with ``kvproof check --policy FILE.py:CLASS``::
+
+    from kvproof.engine.policy import Plan, SchedulerState
+
+
+    class ShortestFirst:
+        '''Waiting requests with short prompts first; the latest is preempted for want of blocks.'''
+
+        def plan(self, state: SchedulerState) -> Plan:
+            draft = state.draft()
+            for request in state.running:
+                draft.run_preempting(request)
+            if not draft.preempts:
+                waiting = sorted(state.waiting, key=lambda request: request.prompt_tokens)
+                for request in [*state.preempted, *waiting]:
+                    if not draft.run(request):
+                        break
+            return draft.plan()
+
+A :class:`Draft` keeps the contract for you; a policy may as well do its own arithmetic and return
+a :class:`Plan` that it made itself.  The scheduler checks each plan before it applies any of it.
+
+A policy may keep state of its own between calls.  It must be deterministic: no clock, no
+unseeded random numbers.  It is called once an iteration, and given one second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from msgspec import Struct
+
+from kvproof.invariants.scheduling.vocabulary import (
+    Limits,
+    Plan,
+    PreemptionMode,
+    Promises,
+    QueueState,
+)
+
+__all__ = [
+    "Draft",
+    "Limits",
+    "Plan",
+    "PreemptionMode",
+    "Promises",
+    "QueueState",
+    "RequestState",
+    "SchedulerPolicy",
+    "SchedulerState",
+]
+
+
+class RequestState(Struct, frozen=True, gc=False):
+    """One live request, as it stands before the iteration."""
+
+    id: int
+    """Rank of arrival: 0 came first."""
+    state: QueueState
+    arrival_ns: int
+    priority: int
+    """The smaller, the more urgent; 0 if the client said nothing."""
+    prompt_tokens: int
+    max_tokens: int
+    """Output tokens at most.  The request may stop before, and nobody knows when."""
+    output_tokens: int = 0
+    """Output tokens sampled so far."""
+    computed_tokens: int = 0
+    """Tokens whose KV is there, or is being computed by a step in flight; 0 unless running (or
+    swapped: what comes back with the copy)."""
+    pending_tokens: int = 0
+    """Tokens that a step could compute now: 1 while it decodes, more during prefill.  0 if it is
+    not ready: its next token is being sampled by a step in flight.  For one that waits: all of
+    its tokens (those whose KV turns out to be cached need not be computed)."""
+    held_blocks: int = 0
+    """Blocks in its table, shared ones included."""
+    preemptions: int = 0
+    in_flight: bool = False
+    """Whether a step in flight carries it: its blocks, given back, are not free before that step
+    is retired."""
+
+    @property
+    def final_tokens(self) -> int:
+        """Prompt and longest output; the KV of the last token is never computed."""
+        return self.prompt_tokens + self.max_tokens - 1
+
+
+class SchedulerState(Protocol):
+    """What a policy is given.  Read-only, and valid during the call only."""
+
+    iteration: int
+    """Iterations before this one."""
+    now_ns: int
+    """Virtual time."""
+    limits: Limits
+    block_size: int
+    """Tokens per block."""
+    total_blocks: int
+    """Usable blocks of the pool."""
+    max_sequences: int
+    """Running requests at most."""
+    free_blocks: int
+    """Blocks that an allocation may take.  **Includes** the cached-free ones."""
+    cached_free_blocks: int
+    """Of the free blocks, those in which a prefix is still findable."""
+    fenced_blocks: int
+    """Blocks that were given back, but that a step in flight still uses: not free yet."""
+    free_host_blocks: int
+    """Free blocks of swap space."""
+    running: Sequence[RequestState]
+    """By first admission."""
+    preempted: Sequence[RequestState]
+    """Preempted and swapped ones, by arrival."""
+    waiting: Sequence[RequestState]
+    """Never admitted ones, by arrival.  May be long: do not walk it to the end needlessly."""
+
+    def blocks_for(self, request: RequestState, tokens: int) -> int:
+        """Free blocks that it takes to have blocks for the request's first ``tokens`` tokens.
+
+        Exact for each request by itself: beside new blocks, those of its prefix hit that are free
+        now (cached-free) are taken out of the free ones.  Several requests together never take
+        more than the sum.
+        """
+        ...
+
+    def cached_tokens(self, request: RequestState) -> int:
+        """Of a request that is not running: the tokens that it need not compute, now."""
+        ...
+
+    def blocks_freed(self, request: RequestState) -> int:
+        """Blocks that are free at once if this running request is preempted.
+
+        Those that nobody shares; none while a step in flight carries the request.
+        """
+        ...
+
+    def draft(self) -> Draft:
+        """A new, empty draft of a plan for this state."""
+        ...
+
+
+class Draft:
+    """A plan in the making, which never exceeds what is there.
+
+    Methods answer whether the thing fits, and change nothing if it does not.
+    """
+
+    def __init__(self, state: SchedulerState) -> None:
+        self.state = state
+        self.free_blocks = state.free_blocks
+        """What is left of them."""
+        self.tokens_left = state.limits.token_budget
+        self.sequences_left = state.max_sequences - len(state.running)
+        self.admits = False
+        """Whether a request is admitted; then the watermark counts."""
+        self._coming_blocks = state.fenced_blocks
+        """Blocks that will be free once the steps in flight are retired."""
+        self._free_host_blocks = state.free_host_blocks
+        self._run: dict[int, int] = {}
+        self._preempt: dict[int, None] = {}
+        self._swap: dict[int, None] = {}
+        self._reserve: dict[int, int] = {}
+        self._reserved_blocks: dict[int, int] = {}
+
+    @property
+    def preempts(self) -> bool:
+        """Whether somebody is preempted or swapped out."""
+        return bool(self._preempt or self._swap)
+
+    def run(self, request: RequestState, *, tokens: int | None = None, reserve: int = 0) -> bool:
+        """Run a request for all of its pending tokens, or as many as the budget allows.
+
+        ``tokens`` bounds them; so do, in the prefill of a running request, the free blocks, if it
+        may be chunked.  A request that is not running is admitted, and given blocks for
+        ``reserve`` tokens if that is more than it is to compute.  False if it is not ready, if no
+        budget, sequence or block is left for it, if it would have to be chunked where that is
+        not allowed, or if the draft preempts it.
+        """
+        if self._is_out(request) or request.id in self._run:
+            return False
+        admits = request.state != "running"
+        if admits and self.sequences_left < 1:
+            return False
+        done = request.computed_tokens
+        if admits and request.state != "swapped":
+            if self.tokens_left < 1:
+                return False
+            done = self.state.cached_tokens(request)
+        pending = request.pending_tokens - (
+            done if request.state in ("waiting", "preempted") else 0
+        )
+        count = min(pending, self.tokens_left, pending if tokens is None else tokens)
+        if count < 1 or (count < pending and not self.state.limits.chunked_prefill):
+            return False
+        needed = self._blocks_for(request, max(done + count, reserve if admits else 0))
+        floor = self.state.limits.watermark_blocks if admits or self.admits else 0
+        if needed > self.free_blocks - floor and count > 1 and not admits:
+            room = (request.held_blocks + self.free_blocks - floor) * self.state.block_size - done
+            count = min(count, room)
+            if count < 1 or not self.state.limits.chunked_prefill:
+                return False
+            needed = self._blocks_for(request, done + count)
+        if needed > self.free_blocks - floor:
+            return False
+        self.free_blocks -= needed
+        self.tokens_left -= count
+        self._run[request.id] = count
+        if admits:
+            self.sequences_left -= 1
+            self.admits = True
+            if reserve:
+                self._reserve[request.id] = reserve
+        else:
+            self._reserved_blocks[request.id] = needed
+        return True
+
+    def _is_out(self, request: RequestState) -> bool:
+        return request.id in self._preempt or request.id in self._swap
+
+    def _blocks_for(self, request: RequestState, tokens: int) -> int:
+        if request.state != "running" and self.preempts:
+            # In an iteration that preempts, an admission is counted without its hits: they may
+            # be on the very blocks that are given back.
+            return -(-tokens // self.state.block_size)
+        return self.state.blocks_for(request, tokens)
+
+    def preempt(self, request: RequestState) -> bool:
+        """Preempt a running request, to be recomputed.  Takes it out of the run, if it is there.
+
+        False if it is not running, or already preempted; and if the draft admits somebody: preempt
+        first, since what is given back may hold the hits of those admitted.
+        """
+        if self.admits or request.state != "running" or self._is_out(request):
+            return False
+        self._give_up(request)
+        self._preempt[request.id] = None
+        return True
+
+    def swap(self, request: RequestState) -> bool:
+        """Swap a running request out.
+
+        False as for :meth:`preempt`, and if it is in a step in flight, or does not fit the swap
+        space.
+        """
+        if self.admits or request.state != "running" or self._is_out(request):
+            return False
+        if request.in_flight or request.held_blocks > self._free_host_blocks:
+            return False
+        self._give_up(request)
+        self._swap[request.id] = None
+        self._free_host_blocks -= request.held_blocks
+        return True
+
+    def _give_up(self, request: RequestState) -> None:
+        tokens = self._run.pop(request.id, 0)
+        self.tokens_left += tokens
+        self.free_blocks += self._reserved_blocks.pop(request.id, 0)
+        self.free_blocks += self.state.blocks_freed(request)
+        self._coming_blocks += request.held_blocks if request.in_flight else 0
+        self.sequences_left += 1
+
+    def run_preempting(
+        self,
+        request: RequestState,
+        *,
+        order: Sequence[RequestState] | None = None,
+        swap: bool = False,
+    ) -> bool:
+        """Run a running request; for want of blocks, preempt the latest admitted ones first.
+
+        In the end the request itself (survey K12, K14).  With ``order``, the running requests in
+        another order than that of their admission, victims are taken from its end.  With ``swap``
+        they are swapped out where they can be.  Nobody is preempted for blocks that will
+        be free once the steps in flight are retired: then the request waits.  False if it is not
+        run: there is no budget, it is not ready, waits for blocks, or was preempted.
+        """
+        if not request.pending_tokens or self.tokens_left < 1 or self._is_out(request):
+            return False
+        if request.id in self._run:
+            return False
+        while not self.run(request):
+            if self._coming_blocks or not self._wants_blocks(request):
+                return False
+            victim = (
+                self._latest(request, self.state.running if order is None else order) or request
+            )
+            # A draft that admits somebody may not preempt any more: then the request waits.
+            if not (swap and self.swap(victim)) and not self.preempt(victim):
+                return False
+            if victim is request:
+                return False
+        return True
+
+    def _wants_blocks(self, request: RequestState) -> bool:
+        """Whether blocks are what is missing for even one token of the request."""
+        count = 1 if self.state.limits.chunked_prefill else request.pending_tokens
+        if count > self.tokens_left:
+            return False
+        return self.state.blocks_for(request, request.computed_tokens + count) > self.free_blocks
+
+    def _latest(self, after: RequestState, order: Sequence[RequestState]) -> RequestState | None:
+        for request in reversed(order):
+            if request.id == after.id:
+                return None
+            if not self._is_out(request):
+                return request
+        return None
+
+    def preempt_latest(self, after: RequestState | None = None) -> bool:
+        """Preempt the latest admitted running request that is not preempted yet.
+
+        With ``after``, only one that was admitted after that request.  False if there is none.
+        """
+        running = self.state.running
+        victim = self._latest(after, running) if after is not None else None
+        if after is None:
+            victim = next((r for r in reversed(running) if not self._is_out(r)), None)
+        return victim is not None and self.preempt(victim)
+
+    def plan(self) -> Plan:
+        """The plan."""
+        return Plan(
+            tuple(self._run.items()),
+            tuple(self._preempt),
+            tuple(self._swap),
+            tuple(self._reserve.items()),
+        )
+
+
+@runtime_checkable
+class SchedulerPolicy(Protocol):
+    """A policy.  A class is checked by being called without arguments once per run."""
+
+    def plan(self, state: SchedulerState) -> Plan:
+        """Decide one iteration.
+
+        May also have a class attribute ``promises`` (a :class:`Promises`), which is checked, and
+        ``name``.
+        """
+        ...

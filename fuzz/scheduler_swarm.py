@@ -1,0 +1,130 @@
+"""Swarm draws of runs of a scheduler: arrivals, iterations, aborts.
+
+As :mod:`kvproof.fuzz.swarm`, one floor above: pools so small that two or three requests fill
+them, budgets of a few tokens, prompts around the edges of blocks, outputs that cross them.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from kvproof.invariants.operations import (
+    Abort,
+    AnyOperation,
+    Arrive,
+    Retire,
+    Run,
+    Schedule,
+    Segment,
+)
+from kvproof.invariants.scheduling.vocabulary import Limits
+from kvproof.invariants.subject import Configuration
+
+SCHEDULER_FEATURES = (
+    "salt",
+    "tails",
+    "long",
+    "narrow",
+    "priorities",
+    "early-stops",
+    "small-budget",
+    "whole-prefill",
+    "watermark",
+    "swaps",
+)
+"""What a run may have on: prompts under salts, with diverging tails, as long as the pool allows;
+few running requests; priorities; requests that stop before their longest output; budgets of a few
+tokens; no chunked prefill; a watermark; swap space."""
+
+_WEIGHTS = {"arrive": 2.0, "schedule": 2.0, "retire": 2.0, "run": 1.0, "abort": 0.3}
+_FACTORS = (0, 1, 1, 3)
+_LENGTHS = (10, 20, 50, 100)
+
+
+def draw_features(rng: Random) -> tuple[str, ...]:
+    return tuple(name for name in SCHEDULER_FEATURES if rng.random() < 0.4)
+
+
+def draw_configuration(rng: Random, features: tuple[str, ...]) -> Configuration:
+    """A pool for a few requests, and limits that bind."""
+    block_size = rng.choice((1, 2, 3, 4, 4, 5, 8, 16))
+    blocks = rng.randint(6, 33) if rng.random() < 0.7 else rng.randint(4, 10)
+    pool = blocks * block_size
+    whole = "whole-prefill" in features
+    budget = 8192
+    if "small-budget" in features and not whole:
+        budget = rng.choice((1, 2, block_size, block_size + 1, 3 * block_size))
+    return Configuration(
+        blocks=blocks,
+        block_size=block_size,
+        requests=rng.randint(1, 4) if "narrow" in features else 64,
+        run_ahead=rng.choice((1, 1, 2, 2, 3)),
+        host_blocks=rng.choice((1, 3, 8, 33)) if "swaps" in features else 0,
+        scheduling=Limits(
+            token_budget=pool if whole else budget,
+            watermark_blocks=rng.randint(1, 2) if "watermark" in features else 0,
+            max_model_tokens=pool if whole else rng.choice((pool, pool // 2, pool // 3, 1 << 22)),
+            chunked_prefill=not whole,
+        ),
+    )
+
+
+def draw_operations(
+    rng: Random, configuration: Configuration, features: tuple[str, ...]
+) -> list[AnyOperation]:
+    """Operations of one run; draining it comes on top."""
+    weights = {
+        kind: weight * (rng.choice(_FACTORS) or (kind in ("arrive", "schedule", "retire")))
+        for kind, weight in _WEIGHTS.items()
+    }
+    arguments = _Arguments(rng, configuration, frozenset(features))
+    kinds = rng.choices(list(weights), list(weights.values()), k=rng.choice(_LENGTHS))
+    return [arguments.draw(kind) for kind in kinds]
+
+
+class _Arguments:
+    """Draws the arguments of operations, with this run's fondnesses."""
+
+    def __init__(
+        self, rng: Random, configuration: Configuration, features: frozenset[str]
+    ) -> None:
+        self._rng = rng
+        self._size = configuration.block_size
+        self._blocks = configuration.blocks
+        self._features = features
+        self._stems = rng.choice((1, 1, 2, 4))
+        self._rows = max(1, self._blocks // rng.choice((1, 2, 4, 8)))
+        self._outputs = rng.choice((1, 3, self._size, 2 * self._size + 1))
+
+    def draw(self, kind: str) -> AnyOperation:
+        rng = self._rng
+        if kind == "arrive":
+            return self._arrive()
+        if kind == "run":
+            return Run(1 + int(rng.random() * 4))
+        if kind == "abort":
+            return Abort(int(rng.random() * 8))
+        return Schedule() if kind == "schedule" else Retire()
+
+    def _arrive(self) -> Arrive:
+        rng, features = self._rng, self._features
+        stem = Segment(int(rng.random() * self._stems), self._length())
+        prompt: tuple[Segment, ...] = (stem,)
+        if "tails" in features and rng.random() < 0.5:
+            prompt = (stem, Segment(10 + int(rng.random() * 2), 1 + int(rng.random() * 6)))
+        output = 1 + int(rng.random() * self._outputs)
+        early = "early-stops" in features and rng.random() < 0.5
+        return Arrive(
+            prompt,
+            output=output,
+            max_tokens=output + 1 + int(rng.random() * 2 * self._size) if early else 0,
+            priority=int(rng.random() * 3) if "priorities" in features else 0,
+            salt=int(rng.random() * 2) if "salt" in features else 0,
+        )
+
+    def _length(self) -> int:
+        """Around the edges of blocks, where the arithmetic is: k·B - 1, k·B, k·B + 1."""
+        rng = self._rng
+        rows = self._blocks if "long" in self._features and rng.random() < 0.3 else self._rows
+        edge = (1 + int(rng.random() * rows)) * self._size
+        return max(1, edge + rng.choice((-1, 0, 0, 1, 1)))

@@ -1,0 +1,1 @@
+"""What must hold one floor above the cache: iterations, plans, promises, progress."""

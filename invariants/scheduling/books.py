@@ -1,0 +1,401 @@
+"""The scheduling checks' own books: what each request's life is, by the events alone.
+
+They follow arrivals, iterations and completions, and know from the requests' lengths what must be
+pending and when an output token is sampled.  Blocks, and how much of a prompt was cached, they
+read from the books of the cache below.  Nothing here judges.
+
+Costs: an iteration's work follows its parts, however many requests wait.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from kvproof.invariants.books import Books
+from kvproof.invariants.events import Event
+from kvproof.invariants.operations import Arrive
+from kvproof.invariants.scheduling.vocabulary import (
+    Completed,
+    Limits,
+    Part,
+    Promises,
+    QueueState,
+    RequestArrived,
+    RequestCancelled,
+    Scheduled,
+)
+from kvproof.invariants.subject import Configuration
+from kvproof.invariants.tags import Tags, prompt_tags
+
+
+class LiveRequest:
+    """What a live request must look like to the scheduler."""
+
+    __slots__ = (
+        "arrival",
+        "arrival_ns",
+        "cache_request",
+        "cached_tokens",
+        "computed",
+        "ended",
+        "epoch",
+        "first_run_ns",
+        "first_token_ns",
+        "id",
+        "last_run",
+        "last_token_ns",
+        "launched",
+        "max_tokens",
+        "output_tokens",
+        "preemptions",
+        "priority",
+        "prompt_tokens",
+        "sampled",
+        "sampling",
+        "scheduled",
+        "state",
+        "tags",
+    )
+
+    def __init__(self, event: RequestArrived, iteration: int, arrival: Arrive | None) -> None:
+        self.id = event.request
+        self.prompt_tokens = event.prompt_tokens
+        self.max_tokens = event.max_tokens
+        self.output_tokens = event.output_tokens
+        self.priority = event.priority
+        self.arrival_ns = event.arrival_ns
+        self.arrival = arrival
+        """The operation that brought it, which alone knows the prompt."""
+        self.tags: Tags[int] | None = None
+        """Tags of the prompt, while it waits; made when first asked for."""
+        self.state: QueueState = "waiting"
+        self.cache_request: int | None = None
+        self.cached_tokens = 0
+        """Hit at its first admission."""
+        self.sampled = 0
+        """Output tokens delivered …"""
+        self.sampling = 0
+        """… and those that steps in flight are sampling."""
+        self.computed = 0
+        self.scheduled = 0
+        """Tokens computed, or being computed by a step in flight."""
+        self.epoch = 0
+        """Times it was preempted: what a step of an older epoch computed is void."""
+        self.launched = 0
+        """Steps in flight that carry it, of its present epoch."""
+        self.preemptions = 0
+        self.ended = False
+        self.last_run = iteration
+        """Iteration that ran it last; before that, the one before which it arrived."""
+        self.first_run_ns: int | None = None
+        self.first_token_ns: int | None = None
+        self.last_token_ns: int | None = None
+
+    @property
+    def known(self) -> int:
+        """Tokens of prompt and output, those that are being sampled included."""
+        return self.prompt_tokens + self.sampled + self.sampling
+
+    @property
+    def final_tokens(self) -> int:
+        """Prompt and longest output; the KV of the last token is never computed."""
+        return self.prompt_tokens + self.max_tokens - 1
+
+    @property
+    def pending(self) -> int:
+        """Tokens that a step could compute now.
+
+        Once the longest output is sampled or being sampled, its last token need not be computed:
+        it will end.
+        """
+        outputs = self.sampled + self.sampling
+        return self.prompt_tokens + outputs - self.scheduled - (outputs >= self.max_tokens)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it could be run, whatever is decided about samples of before a preemption."""
+        if self.state == "running":
+            return self.pending > 0
+        return self.sampling == 0
+
+    def prompt(self) -> Tags[int] | None:
+        """Tags of the prompt of one that waits; None if nobody told what it is."""
+        if self.tags is None and self.arrival is not None:
+            self.tags = prompt_tags(self.arrival.prompt, self.arrival.salt, 0, ())
+        return self.tags
+
+
+class Item(Struct, frozen=True, gc=False):
+    """One request's share of an iteration, by the model."""
+
+    request: LiveRequest
+    tokens: int
+    start: int
+    end: int
+    pending: int
+    """Tokens that could be computed, when it was run."""
+    samples: bool
+    """Whether the last pending token is among them: then an output token is sampled."""
+    epoch: int
+
+
+class Flight:
+    """A step in flight."""
+
+    __slots__ = ("items", "number")
+
+    def __init__(self, number: int, items: list[Item]) -> None:
+        self.number = number
+        self.items = items
+
+
+class Figures:
+    """What happened so far, in numbers that only go up, and the size of the latest batch."""
+
+    __slots__ = (
+        "admissions",
+        "batch_size",
+        "offloaded_blocks",
+        "preemptions",
+        "prefix_cache_hits",
+        "prefix_cache_queries",
+        "promoted_blocks",
+        "resumptions",
+        "steps",
+    )
+
+    def __init__(self) -> None:
+        self.admissions = 0
+        self.resumptions = 0
+        self.preemptions = 0
+        self.prefix_cache_hits = 0
+        self.prefix_cache_queries = 0
+        self.offloaded_blocks = 0
+        self.promoted_blocks = 0
+        self.steps = 0
+        self.batch_size = 0
+
+
+class SchedulingBooks:
+    """All books of one run's scheduler."""
+
+    def __init__(
+        self, limits: Limits, promises: Promises, configuration: Configuration, cache: Books
+    ) -> None:
+        self.limits = limits
+        self.promises = promises
+        self.configuration = configuration
+        self.cache = cache
+        self.block_size = configuration.block_size
+        self.live: dict[int, LiveRequest] = {}
+        """By arrival."""
+        self.waiting: OrderedDict[int, LiveRequest] = OrderedDict()
+        """Never admitted, by arrival."""
+        self.running: dict[int, LiveRequest] = {}
+        self.displaced: dict[int, LiveRequest] = {}
+        """Preempted or swapped out."""
+        self.flights: deque[Flight] = deque()
+        self.arrived = 0
+        self.iterations = 0
+        self.items: list[Item] = []
+        """Of the latest iteration."""
+        self.retired: list[Item] = []
+        """Of the step completed last."""
+        self.entered: list[LiveRequest] = []
+        """Requests that the latest iteration admitted, for the first time or again."""
+        self.ended: list[LiveRequest] = []
+        """Requests that the latest completion or cancellation ended."""
+        self.owed_tokens = 0
+        """Prompt and output tokens of all live requests."""
+        self.figures = Figures()
+        self.strays: list[str] = []
+        """What an event said about requests or steps that there are not."""
+        self._arriving: Arrive | None = None
+        self.event_handlers: dict[type[Event], Callable[..., None]] = {
+            RequestArrived: self._arrive,
+            Scheduled: self._schedule,
+            Completed: self._complete,
+            RequestCancelled: self._cancel,
+        }
+
+    # -- what checks ask -----------------------------------------------------------------------
+
+    def rows(self, tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return (tokens + self.block_size - 1) // self.block_size
+
+    def free_blocks(self) -> int:
+        """Blocks that an allocation may take, in the group that has the fewest."""
+        return min([group.usable - group.referenced for group in self.cache.groups])
+
+    def held_blocks(self, request: LiveRequest) -> int:
+        """Blocks in the request's table."""
+        if request.cache_request is None:
+            return 0
+        model = self.cache.requests.get(request.cache_request)
+        return 0 if model is None else len(model.tables[0])
+
+    def fenced(self) -> bool:
+        """Whether blocks that were given back are not free yet."""
+        return any(step.fenced for step in self.cache.steps)
+
+    def least_tokens(self, request: LiveRequest) -> int:
+        """The fewest tokens that an iteration may compute of a ready request."""
+        return 1 if self.limits.chunked_prefill else request.pending
+
+    def growth(self, request: LiveRequest) -> int:
+        """Blocks that the fewest tokens of a running request take."""
+        tokens = request.scheduled + self.least_tokens(request)
+        return max(0, self.rows(tokens) - self.held_blocks(request))
+
+    # -- arrival and end -------------------------------------------------------------------------
+
+    def expect(self, operation: Arrive) -> None:
+        """This operation is about to be applied: the next arrival is its request."""
+        self._arriving = operation
+
+    def _arrive(self, event: RequestArrived) -> None:
+        request = LiveRequest(event, self.iterations, self._arriving)
+        self._arriving = None
+        if event.request != self.arrived:
+            self.strays.append(
+                f"request {event.request} arrived, but the next rank of arrival is {self.arrived}"
+            )
+        self.arrived = event.request + 1
+        self.live[request.id] = self.waiting[request.id] = request
+        self.owed_tokens += request.prompt_tokens + request.output_tokens
+
+    def _cancel(self, event: RequestCancelled) -> None:
+        request = self._known(event.request, "cancelled")
+        self.ended = []
+        if request is not None:
+            self._end(request)
+
+    def _end(self, request: LiveRequest) -> None:
+        request.ended = True
+        del self.live[request.id]
+        self._queue(request).pop(request.id, None)
+        self.owed_tokens -= request.prompt_tokens + request.output_tokens
+        self.ended.append(request)
+
+    def _queue(self, request: LiveRequest) -> dict[int, LiveRequest]:
+        if request.state == "waiting":
+            return self.waiting
+        return self.running if request.state == "running" else self.displaced
+
+    def _known(self, number: int, what: str) -> LiveRequest | None:
+        request = self.live.get(number)
+        if request is None:
+            self.strays.append(f"request {number}, which is not live, was {what}")
+        return request
+
+    # -- iterations ------------------------------------------------------------------------------
+
+    def _schedule(self, event: Scheduled) -> None:
+        self.iterations += 1
+        for number in event.preempted:
+            self._displace(number, "preempted")
+        for number in event.swapped:
+            self._displace(number, "swapped")
+        self.items = items = []
+        self.entered = []
+        for part in event.parts:
+            request = self._known(part.request, "run")
+            if request is None:
+                continue
+            if request.state != "running":
+                self._enter(request, part)
+            items.append(self._run(request, part.tokens, event.now_ns))
+        if event.step is not None:
+            self.flights.append(Flight(event.step, items))
+            self.figures.steps += 1
+            self.figures.batch_size = len(event.parts)
+
+    def _displace(self, number: int, state: QueueState) -> None:
+        request = self._known(number, state)
+        if request is None or request.state != "running":
+            return  # PLAN
+        del self.running[number]
+        self.displaced[number] = request
+        request.state = state
+        request.preemptions += 1
+        request.epoch += 1
+        request.launched = 0
+        self.figures.preemptions += 1
+        if state == "swapped":
+            self.figures.offloaded_blocks += self._swapped_blocks(request)
+        else:
+            request.computed = 0
+        request.scheduled = request.computed
+
+    def _swapped_blocks(self, request: LiveRequest) -> int:
+        """Blocks with its computed tokens, in all groups."""
+        return self.rows(request.computed) * len(self.cache.groups)
+
+    def _enter(self, request: LiveRequest, part: Part) -> None:
+        """It is admitted; a waiting or preempted one starts with its prefix hit."""
+        figures = self.figures
+        del self._queue(request)[request.id]
+        first, swapped = request.state == "waiting", request.state == "swapped"
+        request.state = "running"
+        self.running[request.id] = request
+        self.entered.append(request)
+        if swapped:
+            figures.promoted_blocks += self._swapped_blocks(request)
+        else:
+            model = self.cache.requests.get(part.cache_request)
+            request.computed = 0 if model is None else model.computed
+        request.scheduled = request.computed
+        if not first:
+            figures.resumptions += 1
+            return
+        request.cache_request = part.cache_request
+        request.cached_tokens = request.computed
+        request.tags = request.arrival = None  # the cache's books have them from here on
+        figures.admissions += 1
+        figures.prefix_cache_hits += request.computed
+        figures.prefix_cache_queries += request.prompt_tokens
+
+    def _run(self, request: LiveRequest, tokens: int, now_ns: int) -> Item:
+        start, pending = request.scheduled, request.pending
+        outputs = request.sampled + request.sampling
+        samples = 0 < pending <= tokens and outputs < request.max_tokens
+        end = request.scheduled = start + tokens
+        if samples:
+            request.sampling += 1
+        request.launched += 1
+        request.last_run = self.iterations
+        if request.first_run_ns is None:
+            request.first_run_ns = now_ns
+        return Item(request, tokens, start, end, pending, samples, request.epoch)
+
+    def _complete(self, event: Completed) -> None:
+        self.ended, self.retired = [], []
+        if not self.flights or self.flights[0].number != event.step:
+            self.strays.append(
+                f"step {event.step} was completed, but the oldest in flight is "
+                + (str(self.flights[0].number) if self.flights else "none")
+            )
+            return
+        self.retired = self.flights.popleft().items
+        for item in self.retired:
+            request = item.request
+            if request.ended:
+                continue  # it was cancelled, or stopped before its last steps: void
+            if request.epoch == item.epoch:
+                request.computed = item.end
+                request.launched -= 1
+            if item.samples:
+                self._sample(request, event.now_ns)
+
+    def _sample(self, request: LiveRequest, now_ns: int) -> None:
+        request.sampling -= 1
+        request.sampled += 1
+        request.last_token_ns = now_ns
+        if request.first_token_ns is None:
+            request.first_token_ns = now_ns
+        if request.sampled >= request.output_tokens:
+            self._end(request)

@@ -1,0 +1,306 @@
+"""LIVE: every request that is accepted is served, and none is accepted that cannot be.
+
+Verifies: an arrival is refused exactly when the request could never fit, at once; with nothing in
+flight, no more than a few iterations in a row run nothing, there is no excuse; no request is
+preempted over and over while everything returns to the same state; once arrivals and aborts stop,
+all live requests finish within as many iterations as serial service would take.
+
+Does not verify: fairness (STARVE, FCFS); how much is recomputed while somebody makes progress;
+runs that stop before the bound is reached.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+
+from kvproof.invariants.events import Event
+from kvproof.invariants.operations import Arrive, Operation
+from kvproof.invariants.outcomes import LARGER_THAN_MODEL, LARGER_THAN_POOL, Outcome
+from kvproof.invariants.prompts import prompt_length
+from kvproof.invariants.property import Claim, EventHandler
+from kvproof.invariants.scheduling.books import LiveRequest, SchedulingBooks
+from kvproof.invariants.scheduling.property import SchedulingCheck
+from kvproof.invariants.scheduling.view import SchedulerView
+from kvproof.invariants.scheduling.vocabulary import (
+    Completed,
+    RequestArrived,
+    RequestCancelled,
+    Scheduled,
+)
+from kvproof.invariants.verdict import Violation
+
+GRACE = 8
+"""Iterations in a row that may run nothing, whatever a policy waits for."""
+RECURRENCES = 3
+"""Preemptions of one request that leave everything as it was after an earlier one.
+
+A policy's own state may let it break out of a loop once or twice.
+"""
+HISTORY = 6
+"""Iterations with preemptions that an explanation tells."""
+
+
+def _in_flight(books: SchedulingBooks) -> bool:
+    return bool(books.flights)
+
+
+def _nobody_lives(books: SchedulingBooks) -> bool:
+    return not books.live
+
+
+EXCUSES: tuple[tuple[str, Callable[[SchedulingBooks], bool]], ...] = (
+    (
+        "a step is in flight: its samples, or the blocks that it fences, may be waited for",
+        _in_flight,
+    ),
+    ("no request is live", _nobody_lives),
+)
+"""All that excuses an iteration in which nothing is run, each with its proof."""
+
+Recurrence = tuple[int, int]
+"""A victim, and a digest of (request, state, scheduled tokens) of all that were ever admitted."""
+
+
+class Live(SchedulingCheck):
+    """Liveness."""
+
+    claims = (
+        Claim(
+            "A request that could never fit is refused at once, and others proceed; one that could "
+            "is never refused.",
+            "bug B134; survey K17",
+        ),
+        Claim(
+            "While requests are live, something runs: no two requests wait for each other's "
+            "blocks.",
+            "bugs B140, B144, B155; survey K16, K18",
+        ),
+        Claim(
+            "A request is not preempted and resumed for ever without anybody's progress.",
+            "bugs B138, B139; survey K15, K16",
+        ),
+        Claim(
+            "With no further arrivals, every live request finishes within a bound.",
+            "chapter, continuous batching: waiting request may enter; bug B135; survey E10, E15",
+        ),
+    )
+    positive_control = "nobody-is-preempted-for-want-of-blocks"
+    concludes_on = (Arrive,)
+
+    def __init__(
+        self, books: SchedulingBooks, view: SchedulerView, report: Callable[[Violation], None]
+    ) -> None:
+        super().__init__(books, view, report)
+        self._idle = 0
+        """Iterations in a row that ran nothing, without excuse."""
+        self._iterations = 0
+        """Since the last arrival or abort, but for excused ones …"""
+        self._bound: int | None = None
+        """… and how many may be; None until the first of them."""
+        self._displacements: deque[Scheduled] = deque(maxlen=HISTORY)
+        """Iterations with preemptions since anybody's last output token."""
+        self._seen: Counter[Recurrence] = Counter()
+
+    def after_event(self) -> Mapping[type[Event], EventHandler]:
+        return {
+            RequestArrived: self._changed,
+            RequestCancelled: self._changed,
+            Scheduled: self._scheduled,
+            Completed: self._completed,
+        }
+
+    def _changed(self, event: Event) -> None:
+        self._idle = self._iterations = 0
+        self._bound = None
+        self._progressed()
+
+    def _progressed(self) -> None:
+        if self._displacements:
+            self._displacements.clear()
+            self._seen.clear()
+
+    def _completed(self, event: Completed) -> None:
+        if event.sampled:
+            self._progressed()
+
+    def _scheduled(self, event: Scheduled) -> None:
+        self.checked += 1
+        if event.preempted or event.swapped:
+            self._recurs(event)
+        if event.step is not None:
+            self._idle = 0
+        elif any(excuses(self.books) for _, excuses in EXCUSES):
+            return
+        else:
+            self._stands_still()
+        self._drains()
+
+    # -- stalls ----------------------------------------------------------------------------------
+
+    def _stands_still(self) -> None:
+        self._idle += 1
+        if self._idle < GRACE:
+            return
+        self._idle = 0
+        self.fail(
+            f"nothing was run in {GRACE} iterations, though {len(self.books.live)} requests are "
+            f"live and no step is in flight: {self._why()}"
+        )
+
+    def _why(self) -> str:
+        runnable = self._runnable()
+        if runnable is not None:
+            return runnable
+        stuck = [r for r in self.books.running.values() if r.pending > 0]
+        if stuck:
+            return self._hold_and_wait(stuck)
+        queues = f"{len(self.books.waiting)} wait, {len(self.books.displaced)} are preempted"
+        return f"none of them fits ({queues}), though nobody holds what they lack"
+
+    def _runnable(self) -> str | None:
+        """Which request could have been run, and why it fits."""
+        books = self.books
+        for request in books.running.values():
+            tokens = books.least_tokens(request)
+            if request.pending > 0 and tokens <= self.limits.token_budget:
+                needed, free = books.growth(request), books.free_blocks()
+                if needed <= free:
+                    return (
+                        f"request {request.id} runs, has {request.pending} tokens pending and "
+                        f"needs {needed} of {free} free blocks"
+                    )
+        if len(books.running) >= self.configuration.requests:
+            return None
+        for request in (*books.displaced.values(), *books.waiting.values()):
+            fits = self._fits(request)
+            if fits is not None:
+                return fits
+        return None
+
+    def _fits(self, request: LiveRequest) -> str | None:
+        """Whether it could be admitted, even without a prefix hit; why."""
+        books, watermark = self.books, self.limits.watermark_blocks
+        free = books.free_blocks()
+        needed = books.rows(request.known)
+        chunked = self.limits.chunked_prefill
+        if needed > free - watermark or not (chunked or request.known <= self.limits.token_budget):
+            return None
+        beyond = f" beyond the watermark of {watermark}" if watermark else ""
+        return (
+            f"request {request.id}, {request.state}, needs {needed} blocks for its {request.known} "
+            f"tokens, of {free} free ones{beyond}"
+        )
+
+    def _hold_and_wait(self, stuck: list[LiveRequest]) -> str:
+        books = self.books
+        holders = [
+            f"request {request.id} holds {books.held_blocks(request)} of the "
+            f"{books.rows(request.known)} blocks that its {request.known} tokens need"
+            for request in stuck[:4]
+        ]
+        free = books.free_blocks()
+        left = "none is free" if not free else f"{free} are free"
+        end = "each waits for the others" if len(stuck) > 1 else "it waits for itself"
+        return f"{', '.join(holders)}; {left}: {end}, and nobody is preempted"
+
+    # -- preemption over and over ------------------------------------------------------------------
+
+    def _recurs(self, event: Scheduled) -> None:
+        """Has this preemption left everything as an earlier one did?
+
+        Nothing is compared before the second preemption without anybody's output token between:
+        under mere pressure tokens are sampled all the time.
+        """
+        self._displacements.append(event)
+        if len(self._displacements) < 2:
+            return
+        books = self.books
+        standing = frozenset(
+            [
+                (request.id, request.state, request.scheduled)
+                for queue in (books.running, books.displaced)
+                for request in queue.values()
+            ]
+        )
+        for victim in (*event.preempted, *event.swapped):
+            key = (victim, hash(standing))
+            self._seen[key] += 1
+            if self._seen[key] >= RECURRENCES:
+                self._seen.clear()
+                self._ping_pong(victim)
+                return
+
+    def _ping_pong(self, victim: int) -> None:
+        told = [
+            f"iteration {event.iteration} preempts "
+            f"{_requests((*event.preempted, *event.swapped))} and runs "
+            f"{_requests([part.request for part in event.parts])}"
+            for event in self._displacements
+        ]
+        self.fail(
+            f"request {victim} is preempted over and over, and each time all requests stand as "
+            f"they did before, with no output token in between: {'; '.join(told)}",
+            request=victim,
+        )
+
+    # -- draining ----------------------------------------------------------------------------------
+
+    def _drains(self) -> None:
+        """One token an iteration, one request after the other, is the slowest service."""
+        books = self.books
+        if not books.live:
+            return
+        if self._bound is None:
+            steps_beside = (self.configuration.run_ahead + 2) * (len(books.live) + 1)
+            self._bound = books.owed_tokens + steps_beside + GRACE
+        self._iterations += 1
+        if self._iterations > self._bound:
+            first = next(iter(books.live.values()))
+            self.fail(
+                f"{self._bound} iterations after the last arrival or abort {len(books.live)} "
+                f"requests are still live, though that is enough to serve them one by one: request "
+                f"{first.id}, {first.state}, has {first.sampled} of {first.output_tokens} output "
+                f"tokens after {first.preemptions} preemptions",
+                request=first.id,
+            )
+            self._iterations = 0
+
+    # -- arrivals ----------------------------------------------------------------------------------
+
+    def conclude(self, operation: Operation, outcome: Outcome) -> None:
+        assert isinstance(operation, Arrive)
+        if outcome.status == "skipped":
+            return
+        self.checked += 1
+        prompt = prompt_length(operation.prompt)
+        output = max(operation.output, operation.max_tokens)
+        reasons = self._never_fits(prompt, output)
+        if outcome.status == "done" and reasons:
+            self.fail(
+                f"a request of {prompt} prompt tokens and at most {output} output tokens was "
+                f"accepted, but can never be served: {' and '.join(reasons.values())}",
+                request=outcome.request,
+            )
+        elif outcome.status == "refused" and outcome.reason not in reasons:
+            known = " and ".join(reasons.values()) or "it fits an empty pool"
+            self.fail(
+                f"a request of {prompt} prompt tokens and at most {output} output tokens was "
+                f"refused ({outcome.reason}), but {known}"
+            )
+
+    def _never_fits(self, prompt: int, output: int) -> dict[str, str]:
+        """Why a request can never be served, by the reason to be given."""
+        limits, reasons = self.limits, {}
+        needed = self.books.rows(prompt + output - 1)
+        usable = self.configuration.blocks - limits.watermark_blocks
+        if needed > usable:
+            reasons[LARGER_THAN_POOL] = f"it needs {needed} blocks, and {usable} can be had"
+        if prompt + output > limits.max_model_tokens:
+            reasons[LARGER_THAN_MODEL] = f"the model takes {limits.max_model_tokens} tokens"
+        return reasons
+
+
+def _requests(numbers: tuple[int, ...] | list[int]) -> str:
+    named = ", ".join(map(str, numbers[:4])) or "nobody"
+    return named + (" …" if len(numbers) > 4 else "")

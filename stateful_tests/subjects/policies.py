@@ -1,0 +1,107 @@
+"""Policies by name: built-in ones, and a user's own from a module or a file."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from kvproof.engine.eviction import EvictionPolicy
+from kvproof.engine.policies import POLICIES, POLICY_NAMES
+from kvproof.engine.policy import SchedulerPolicy
+from kvproof.invariants.errors import InputError
+
+_EVICTION_METHODS = ("insert", "remove", "victim", "__iter__", "__len__")
+
+
+def policy_factory(name: str, *, imports: bool = True) -> Callable[[], SchedulerPolicy]:
+    """The scheduler policy of that name, or of ``MODULE:CLASS`` or ``FILE.py:CLASS``.
+
+    Raises InputError if there is none, or if it cannot be imported or made.
+    """
+    if name in POLICIES:
+        return POLICIES[name]
+    policy = imported_class(name, imports=imports)
+    if not callable(getattr(policy, "plan", None)):
+        raise InputError(f"policy {name!r} has no method plan: see kvproof.engine.policy")
+    _made(name, policy)
+    return policy
+
+
+def eviction_factory(name: str, *, imports: bool = True) -> Callable[[], EvictionPolicy]:
+    """The eviction policy ``MODULE:CLASS`` or ``FILE.py:CLASS``.  Raises InputError."""
+    policy = imported_class(name, imports=imports)
+    lacking = [method for method in _EVICTION_METHODS if not hasattr(policy, method)]
+    if lacking:
+        raise InputError(
+            f"eviction policy {name!r} lacks {', '.join(lacking)}: see kvproof.engine.eviction"
+        )
+    _made(name, policy)
+    return policy
+
+
+def is_eviction_policy(name: str) -> bool:
+    """Whether ``name`` is a class that evicts rather than schedules.  Raises InputError."""
+    return name not in POLICIES and not hasattr(imported_class(name), "plan")
+
+
+def imported_class(name: str, *, imports: bool = True) -> Any:
+    """The class that ``MODULE:CLASS`` or ``FILE.py:CLASS`` names.  Raises InputError."""
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise InputError(
+            f"unknown policy {name!r}; there are {', '.join(POLICY_NAMES)}, or MODULE:CLASS or "
+            "FILE.py:CLASS of yours"
+        )
+    if not imports:
+        raise InputError(
+            f"the case is of policy {name!r}, which is no part of kvproof: say --policy {name} "
+            "to import it"
+        )
+    try:
+        module = _file(Path(place)) if place.endswith(".py") else _module(place)
+        return getattr(module, attribute)
+    except Exception as error:  # whatever the user's module does when imported
+        raise InputError(
+            f"policy {name!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from None
+
+
+def _made(name: str, policy: Callable[[], object]) -> None:
+    """A class that cannot be called without arguments is bad input, not a finding."""
+    try:
+        policy()
+    except Exception as error:
+        raise InputError(
+            f"policy {name!r} cannot be made: {type(error).__name__}: {error}"
+        ) from None
+
+
+def _module(name: str) -> ModuleType:
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` does: a user's module beside where he stands
+    return importlib.import_module(name)
+
+
+def _file(path: Path) -> ModuleType:
+    path = path.resolve()
+    name = f"kvproof_policy_{path.stem}"
+    known = sys.modules.get(name)
+    if known is not None and known.__file__ == str(path):
+        return known
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
