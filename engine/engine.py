@@ -256,32 +256,15 @@ class Engine:
             self.events.append(BlocksAllocated(pool.group, request.id, len(table), blocks))
             table.extend(blocks)
 
-    def blocks_to_admit(self, request: Request, slots: int) -> tuple[int, int]:
-        """Free blocks that giving ``slots`` positions to a request takes, and its cached tokens.
+    def hit(self, request: Request) -> tuple[int, int]:
+        """The prefix hit that a request, prepared or preempted, would have now.
 
-        For a request that is prepared or preempted, as :meth:`_place` would do it now; or for a
-        running one, which has no hit any more.  The most of any group.
+        In blocks, and how many of them are free, so that the hit takes them from the free ones;
+        the most of any group.
         """
-        needed = blocks_needed(slots, request.block_size)
-        if request.running:
-            return max(0, needed - len(request.tables[0])), 0
-        if request.swapped:
-            return max(needed, len(request.host_tables[0])), request.computed
         matches = self._lookup(request)
-        reused = len(matches[0])
-        revived = max(pool.count_unreferenced(matches[pool.group]) for pool in self.pools)
-        return max(0, needed - reused) + revived, reused * request.block_size
-
-    def blocks_to_grow(self, request: Request, slots: int) -> int:
-        """Free blocks that a running request takes to have its first ``slots`` positions written.
-
-        A copy-on-write of its last block included.  The most of any group.
-        """
-        more = slots - len(request.tokens)
-        if more > 0:
-            return max([self._needs(pool, request, more)[1] for pool in self.pools])
-        needed = blocks_needed(slots, request.block_size)
-        return max(0, needed - min(map(len, request.tables)))
+        revived = max([pool.count_unreferenced(matches[pool.group]) for pool in self.pools])
+        return len(matches[0]), revived
 
     def blocks_freed(self, request: Request) -> int:
         """Blocks that are free at once if this running request gives its table back.

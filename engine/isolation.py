@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from traceback import extract_tb
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kvproof.engine.policy import Plan, SchedulerPolicy, SchedulerState
 
@@ -40,7 +39,7 @@ def call_policy(
     """The policy's plan.  Raises PolicyError if it has none."""
     name = type(policy).__name__
     try:
-        with _time_limit(seconds):
+        with _TimeLimit(seconds):
             plan = policy.plan(state)
     except _TookTooLong:
         raise PolicyError("hang", f"{name}.plan did not return within {seconds:g} s") from None
@@ -83,26 +82,23 @@ def _wrong_type(plan: object) -> str | None:
     if type(plan) is not Plan:
         return f"{_short(plan)} instead of a Plan"
     for field in ("preempt", "swap"):
-        if not _is_sequence(getattr(plan, field), _is_id):
-            return f"a Plan whose {field} is no tuple of requests: {_short(getattr(plan, field))}"
+        value = getattr(plan, field)
+        if type(value) not in _SEQUENCES or not all([type(number) is int for number in value]):
+            return f"a Plan whose {field} is no tuple of requests: {_short(value)}"
     for field in ("run", "reserve"):
-        if not _is_sequence(getattr(plan, field), _is_pair):
-            value = _short(getattr(plan, field))
-            return f"a Plan whose {field} is no tuple of (request, tokens): {value}"
+        value = getattr(plan, field)
+        if type(value) not in _SEQUENCES or not all([_is_pair(pair) for pair in value]):
+            return f"a Plan whose {field} is no tuple of (request, tokens): {_short(value)}"
     return None
 
 
-def _is_sequence(value: object, is_member: object) -> bool:
-    assert callable(is_member)
-    return isinstance(value, tuple | list) and all(map(is_member, value))
-
-
-def _is_id(value: object) -> bool:
-    return type(value) is int
+_SEQUENCES = (tuple, list)
 
 
 def _is_pair(value: object) -> bool:
-    return isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_id, value))
+    if type(value) is not tuple and type(value) is not list:
+        return False
+    return len(value) == 2 and type(value[0]) is int and type(value[1]) is int
 
 
 def _short(value: object) -> str:
@@ -113,21 +109,30 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "…"
 
 
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
+class _TimeLimit:
     """Interrupts the main thread, again and again; elsewhere there is no limit."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(
-        signal, "setitimer"
-    ):
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, _interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 0.05)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+
+    __slots__ = ("_before", "_seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._before: Any = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread() and _HAS_TIMER:
+            # None if the handler was not set from Python: then it cannot be put back.
+            self._before = _set_handler(signal.SIGALRM, _interrupt) or signal.SIG_DFL
+            signal.setitimer(signal.ITIMER_REAL, self._seconds, 0.05)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            _set_handler(signal.SIGALRM, self._before)
+
+
+_HAS_TIMER = hasattr(signal, "setitimer")
+_set_handler: Callable[..., Any] = getattr(signal.signal, "__wrapped__", signal.signal)
+"""Without the conversions to enum members, which cost more than all the rest of a call."""
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -159,11 +159,15 @@ class Draft:
         self._coming_blocks = state.fenced_blocks
         """Blocks that will be free once the steps in flight are retired."""
         self._free_host_blocks = state.free_host_blocks
+        self._block_size = state.block_size
+        self._chunked = state.limits.chunked_prefill
+        self._watermark_blocks = state.limits.watermark_blocks
         self._run: dict[int, int] = {}
         self._preempt: dict[int, None] = {}
         self._swap: dict[int, None] = {}
         self._reserve: dict[int, int] = {}
-        self._reserved_blocks: dict[int, int] = {}
+        self._taken_blocks: dict[int, int] = {}
+        """By running requests that are run."""
 
     @property
     def preempts(self) -> bool:
@@ -181,50 +185,66 @@ class Draft:
         """
         if self._is_out(request) or request.id in self._run:
             return False
-        admits = request.state != "running"
-        if admits and self.sequences_left < 1:
+        if request.state == "running":
+            return self._run_on(request, tokens)
+        return self._admit(request, tokens, reserve)
+
+    def _run_on(self, request: RequestState, tokens: int | None) -> bool:
+        """Run a running request.  What most plans are made of, so it asks nobody."""
+        pending = count = request.pending_tokens
+        if tokens is not None and tokens < count:
+            count = tokens
+        if self.tokens_left < count:
+            count = self.tokens_left
+        chunked = self._chunked
+        if count < 1 or (count < pending and not chunked):
             return False
-        done = request.computed_tokens
-        if admits and request.state != "swapped":
-            if self.tokens_left < 1:
-                return False
+        size = self._block_size
+        room = request.held_blocks * size - request.computed_tokens
+        if count > room:
+            free = self.free_blocks - (self._watermark_blocks if self.admits else 0)
+            needed = (count - room + size - 1) // size
+            if needed > free:
+                if free < 0 or not chunked or room + free * size < 1:
+                    return False
+                count, needed = room + free * size, free
+            self.free_blocks -= needed
+            self._taken_blocks[request.id] = needed
+        self.tokens_left -= count
+        self._run[request.id] = count
+        return True
+
+    def _admit(self, request: RequestState, tokens: int | None, reserve: int) -> bool:
+        """Run a request that is not running yet, or not any more."""
+        if self.sequences_left < 1 or self.tokens_left < 1:
+            return False
+        done, pending = request.computed_tokens, request.pending_tokens
+        if request.state != "swapped":
             done = self.state.cached_tokens(request)
-        pending = request.pending_tokens - (
-            done if request.state in ("waiting", "preempted") else 0
-        )
+            pending -= done
         count = min(pending, self.tokens_left, pending if tokens is None else tokens)
-        if count < 1 or (count < pending and not self.state.limits.chunked_prefill):
+        if count < 1 or (count < pending and not self._chunked):
             return False
-        needed = self._blocks_for(request, max(done + count, reserve if admits else 0))
-        floor = self.state.limits.watermark_blocks if admits or self.admits else 0
-        if needed > self.free_blocks - floor and count > 1 and not admits:
-            room = (request.held_blocks + self.free_blocks - floor) * self.state.block_size - done
-            count = min(count, room)
-            if count < 1 or not self.state.limits.chunked_prefill:
-                return False
-            needed = self._blocks_for(request, done + count)
-        if needed > self.free_blocks - floor:
+        needed = self._blocks_to_admit(request, max(done + count, reserve))
+        if needed > self.free_blocks - self._watermark_blocks:
             return False
         self.free_blocks -= needed
         self.tokens_left -= count
+        self.sequences_left -= 1
+        self.admits = True
         self._run[request.id] = count
-        if admits:
-            self.sequences_left -= 1
-            self.admits = True
-            if reserve:
-                self._reserve[request.id] = reserve
-        else:
-            self._reserved_blocks[request.id] = needed
+        if reserve:
+            self._reserve[request.id] = reserve
         return True
 
     def _is_out(self, request: RequestState) -> bool:
         return request.id in self._preempt or request.id in self._swap
 
-    def _blocks_for(self, request: RequestState, tokens: int) -> int:
-        if request.state != "running" and self.preempts:
+    def _blocks_to_admit(self, request: RequestState, tokens: int) -> int:
+        if self.preempts:
             # In an iteration that preempts, an admission is counted without its hits: they may
             # be on the very blocks that are given back.
-            return -(-tokens // self.state.block_size)
+            return -(-tokens // self._block_size)
         return self.state.blocks_for(request, tokens)
 
     def preempt(self, request: RequestState) -> bool:
@@ -257,7 +277,7 @@ class Draft:
     def _give_up(self, request: RequestState) -> None:
         tokens = self._run.pop(request.id, 0)
         self.tokens_left += tokens
-        self.free_blocks += self._reserved_blocks.pop(request.id, 0)
+        self.free_blocks += self._taken_blocks.pop(request.id, 0)
         self.free_blocks += self.state.blocks_freed(request)
         self._coming_blocks += request.held_blocks if request.in_flight else 0
         self.sequences_left += 1
@@ -296,10 +316,11 @@ class Draft:
 
     def _wants_blocks(self, request: RequestState) -> bool:
         """Whether blocks are what is missing for even one token of the request."""
-        count = 1 if self.state.limits.chunked_prefill else request.pending_tokens
+        count = 1 if self._chunked else request.pending_tokens
         if count > self.tokens_left:
             return False
-        return self.state.blocks_for(request, request.computed_tokens + count) > self.free_blocks
+        room = request.held_blocks * self._block_size - request.computed_tokens
+        return count > room + self.free_blocks * self._block_size
 
     def _latest(self, after: RequestState, order: Sequence[RequestState]) -> RequestState | None:
         for request in reversed(order):

@@ -35,6 +35,7 @@ class BlockPool:
         "_events",
         "evictions",
         "free_count",
+        "generation",
         "group",
         "index",
         "keys",
@@ -53,6 +54,9 @@ class BlockPool:
         """The block that is findable under a key, as the view shows it: duplicates stay private."""
         self.free_count = blocks
         self.evictions = 0
+        self.generation = 0
+        """Changes whenever a block becomes findable, unfindable, referenced or unreferenced: while
+        it does not, every look-up gives what it gave."""
         self._empty = list(range(blocks, NULL_BLOCK, -1))
         self._cached = eviction
         self._events = events
@@ -100,6 +104,7 @@ class BlockPool:
 
     def share(self, blocks: Sequence[int]) -> None:
         """One more reference to each; a cached-free block is no longer free."""
+        self.generation += 1
         ref_counts = self.ref_counts
         for block in blocks:
             if ref_counts[block] == 0:
@@ -109,6 +114,7 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """One reference less to each, in this order; unreferenced blocks become free."""
+        self.generation += 1
         ref_counts, keys, cache = self.ref_counts, self.keys, self._cached.insert
         for block in blocks:
             count = ref_counts[block] = ref_counts[block] - 1
@@ -123,6 +129,7 @@ class BlockPool:
         """Make a full block findable, unless its content already is in another block."""
         if key in self.index:
             return False
+        self.generation += 1
         self.index[key] = (block,)
         self.keys[block] = key
         return True
@@ -149,6 +156,7 @@ class BlockPool:
             victims.append(block)
             keys.append(forget(block))
         self.evictions += count
+        self.generation += 1
         self._events.append(BlocksEvicted(self.group, victims, keys, cause))
         return victims
 

@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
-from typing import Any, Protocol, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 from kvproof.engine.arithmetic import blocks_needed
 from kvproof.engine.clock import CostModel, VirtualClock
@@ -69,6 +69,7 @@ from kvproof.invariants.scheduling.vocabulary import (
 _by_id = attrgetter("id")
 _rank = attrgetter("rank")
 _RETIRE = Retire()
+_REMEMBERED_HITS = 64
 CHOICE = 0
 """All requests sample alike (greedily): equal sequences continue equally."""
 
@@ -150,6 +151,23 @@ class Job:
         return self.prompt_tokens + self.max_tokens - 1
 
 
+class _Hit(NamedTuple):
+    """What a request that is to be admitted finds in the cache, or on the host."""
+
+    cached_tokens: int
+    blocks: int
+    """Device blocks that hold them."""
+    taken: int
+    """Blocks that its hit takes from the free ones: cached-free ones, or for what is swapped."""
+
+    def blocks_for(self, slots: int, block_size: int) -> int:
+        """Free blocks that it takes to give blocks to ``slots`` positions."""
+        needed = blocks_needed(slots, block_size)
+        if self.cached_tokens and not self.blocks:
+            return max(needed, self.taken)  # from the host: all into new blocks
+        return max(0, needed - self.blocks) + self.taken
+
+
 class _StepRecord:
     """A step in flight, as the scheduler remembers it."""
 
@@ -202,6 +220,8 @@ class Scheduler:
         self.resumptions = 0
         self.arrivals = 0
         self._admissions = 0
+        self._hits: dict[int, tuple[int, _Hit]] = {}
+        """Of those that wait: what they would find, in which generation of the pools."""
         self._steps: list[_StepRecord] = []
         self._perform = perform
         self._emit = emit
@@ -279,9 +299,9 @@ class Scheduler:
             return Outcome("refused", POLICY_FAILED)
         finally:
             state.close()
-        return self._apply(plan)
+        return self._apply(plan, state.hits)
 
-    def _apply(self, plan: Plan) -> Outcome:
+    def _apply(self, plan: Plan, hits: Mapping[int, _Hit]) -> Outcome:
         for number in plan.preempt:
             self._suspend(self.jobs[number], swap=False)
         for number in plan.swap:
@@ -297,7 +317,7 @@ class Scheduler:
             self.jobs[number].rank = rank
         self._admissions += len(admitted)
         running = [item for item in plan.run if self.jobs[item[0]].state == "running"]
-        self._admit_all(admissions, dict(plan.reserve), running)
+        self._admit_all(admissions, dict(plan.reserve), running, hits)
         parts, outcome = self._launch(plan.run) if plan.run else ((), None)
         self.iterations += 1
         self._emit(
@@ -327,6 +347,7 @@ class Scheduler:
         admissions: list[tuple[Job, int]],
         reserve: Mapping[int, int],
         running: list[tuple[int, int]],
+        hits: Mapping[int, _Hit],
     ) -> None:
         """Admissions and growth, in an order in which no allocation evicts another one's hits.
 
@@ -334,7 +355,7 @@ class Scheduler:
         """
         slots = {}
         for job, tokens in admissions:
-            done = self._cached_tokens(job)
+            done = hits[job.id].cached_tokens
             slots[job.id] = max(done + tokens, reserve.get(job.id, 0))
             if done and job.state != "swapped":
                 self._admit(job, 1)
@@ -378,9 +399,24 @@ class Scheduler:
         job.state = "running"
         self.by_cache_id[job.cache.id] = job
 
-    def _cached_tokens(self, job: Job) -> int:
+    def hit_of(self, job: Job) -> _Hit:
+        """What an admission of this request would find in the cache, as it is now."""
+        generation = sum([pool.generation for pool in self.engine.pools])
+        known = self._hits.get(job.id)
+        if known is not None and known[0] == generation:
+            return known[1]
+        if len(self._hits) > _REMEMBERED_HITS:
+            self._hits.clear()
+        found = self._look_up(job)
+        self._hits[job.id] = generation, found
+        return found
+
+    def _look_up(self, job: Job) -> _Hit:
         request = job.cache or self.cache.prepare(job.admit)
-        return self.engine.blocks_to_admit(request, 1)[1]
+        if request.swapped:
+            return _Hit(request.computed, 0, len(request.host_tables[0]))
+        rows, revived = self.engine.hit(request)
+        return _Hit(rows * request.block_size, rows, revived)
 
     def _launch(self, run: Sequence[tuple[int, int]]) -> tuple[tuple[Part, ...], Outcome]:
         engine = self.engine
@@ -557,6 +593,7 @@ class _State:
         set_ = object.__setattr__
         set_(self, "_scheduler", scheduler)
         set_(self, "counted", [])
+        set_(self, "hits", {})
         set_(self, "iteration", scheduler.iterations)
         set_(self, "now_ns", scheduler.clock.now_ns)
         set_(self, "limits", scheduler.limits)
@@ -579,6 +616,7 @@ class _State:
         set_(self, "waiting", _Waiting(scheduler.waiting))
 
     _scheduler: Scheduler | None
+    hits: dict[int, _Hit]
     counted: list[tuple[int, int, int, int]]
     """What the policy asked about requests that wait: (request, tokens, blocks, cached tokens)."""
     iteration: int
@@ -607,20 +645,31 @@ class _State:
     def blocks_for(self, request: RequestState, tokens: int) -> int:
         scheduler, job = self._job(request)
         if job.state == "running":
-            return scheduler.engine.blocks_to_grow(_cached(job), tokens)
-        return self._count(scheduler, job, tokens)[0]
+            held = len(_cached(job).tables[0])
+            return max(0, blocks_needed(tokens, scheduler.configuration.block_size) - held)
+        return self._count(job, tokens)[0]
 
     def cached_tokens(self, request: RequestState) -> int:
         scheduler, job = self._job(request)
         if job.state == "running":
             return 0
-        return self._count(scheduler, job, 1)[1]
+        return self._count(job, 1)[1]
 
-    def _count(self, scheduler: Scheduler, job: Job, tokens: int) -> tuple[int, int]:
-        request = job.cache or scheduler.cache.prepare(job.admit)
-        blocks, cached = scheduler.engine.blocks_to_admit(request, tokens)
-        self.counted.append((job.id, tokens, blocks, cached))
-        return blocks, cached
+    def _count(self, job: Job, tokens: int) -> tuple[int, int]:
+        hit = self.hit(job)
+        blocks = hit.blocks_for(tokens, self.block_size)
+        answer = (job.id, tokens, blocks, hit.cached_tokens)
+        if answer not in self.counted:
+            self.counted.append(answer)
+        return blocks, hit.cached_tokens
+
+    def hit(self, job: Job) -> _Hit:
+        """Looked up once: nothing changes while a plan is made and checked."""
+        found = self.hits.get(job.id)
+        if found is None:
+            assert self._scheduler is not None
+            found = self.hits[job.id] = self._scheduler.hit_of(job)
+        return found
 
     def blocks_freed(self, request: RequestState) -> int:
         scheduler, job = self._job(request)
@@ -653,30 +702,27 @@ class _State:
 
 def _running_state(job: Job) -> RequestState:
     request = _cached(job)
+    scheduled, prompt = request.scheduled, job.prompt_tokens
+    known, known_outputs = len(request.tokens), prompt + job.outputs
+    # Tokens that a step could compute now.  If there are none, a step in flight is sampling its
+    # next token, which may be computed before it is known, unless it is the last.
+    pending = (known if known > known_outputs else known_outputs) - scheduled
+    if not pending and known - prompt + 1 < job.max_tokens:
+        pending = 1
     return RequestState(
         job.id,
         "running",
         job.arrival_ns,
         job.priority,
-        job.prompt_tokens,
+        prompt,
         job.max_tokens,
         job.outputs,
-        request.scheduled,
-        pending_tokens(job),
+        scheduled,
+        pending,
         len(request.tables[0]),
         job.preemptions,
         request.steps_in_flight > 0,
     )
-
-
-def pending_tokens(job: Job) -> int:
-    """Tokens of a running request that a step could compute now."""
-    request = _cached(job)
-    pending = known_tokens(job) - request.scheduled
-    if pending:
-        return pending
-    # A step in flight is sampling its next token: may that be computed before it is known?
-    return 1 if len(request.tokens) - job.prompt_tokens + 1 < job.max_tokens else 0
 
 
 def known_tokens(job: Job) -> int:
@@ -728,6 +774,7 @@ class _Validation:
         self._engine = scheduler.engine
         self._limits = scheduler.limits
         self._state = state
+        self._running = {request.id: request for request in state.running}
 
     def check(self, plan: Plan) -> None:
         """Raises PolicyError if the plan breaks the contract."""
@@ -794,11 +841,11 @@ class _Validation:
 
     def _pending(self, job: Job) -> int:
         if job.state == "running":
-            return pending_tokens(job)
+            return self._running[job.id].pending_tokens
         if job.state == "swapped":
             return _suspended_state(job).pending_tokens
         length = known_tokens(job) if job.cache else job.prompt_tokens
-        return length - self._scheduler._cached_tokens(job)
+        return length - self._state.hit(job).cached_tokens
 
     def _reservations(self, plan: Plan, admissions: list[Job]) -> None:
         admitted = {job.id for job in admissions}
@@ -853,15 +900,17 @@ class _Validation:
         engine, jobs = self._engine, self._scheduler.jobs
         free = self._state.free_blocks
         freed = sum([engine.blocks_freed(_cached(jobs[number])) for number in victims])
-        reserve = dict(plan.reserve)
+        reserve, size = dict(plan.reserve), self._state.block_size
         needs: list[tuple[int, int]] = []
         for number, tokens in plan.run:
             job = jobs[number]
             if job.state == "running":
-                request = _cached(job)
-                needs.append((number, engine.blocks_to_grow(request, request.scheduled + tokens)))
+                state = self._running[number]
+                blocks = blocks_needed(state.computed_tokens + tokens, size) - state.held_blocks
             else:
-                needs.append((number, self._admission(job, tokens, reserve, bool(victims))))
+                blocks = self._admission(job, tokens, reserve, bool(victims))
+            if blocks > 0:
+                needs.append((number, blocks))
         needed = sum([blocks for _, blocks in needs])
         floor = self._limits.watermark_blocks if admissions else 0
         if needed > free + freed - floor:
@@ -869,13 +918,12 @@ class _Validation:
             raise PolicyError(kind, self._too_many(needs, needed, freed, floor))
 
     def _admission(self, job: Job, tokens: int, reserve: Mapping[int, int], preempts: bool) -> int:
-        request = job.cache or self._scheduler.cache.prepare(job.admit)
-        _, cached = self._engine.blocks_to_admit(request, 1)
-        slots = max(cached + tokens, reserve.get(job.id, 0))
+        hit = self._state.hit(job)
+        slots = max(hit.cached_tokens + tokens, reserve.get(job.id, 0))
         if preempts:
             # Its hits may be on the very blocks that the preempted ones are to give back.
-            return blocks_needed(slots, request.block_size)
-        return self._engine.blocks_to_admit(request, slots)[0]
+            return blocks_needed(slots, self._state.block_size)
+        return hit.blocks_for(slots, self._state.block_size)
 
     def _too_many(self, needs: list[tuple[int, int]], needed: int, freed: int, floor: int) -> str:
         state = self._state

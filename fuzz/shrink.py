@@ -139,7 +139,7 @@ class _Search:
         return True
 
     def _drop_features(self) -> None:
-        """All operations at once lose a salt, adapter, media, budget, or their tails."""
+        """All operations at once lose a salt, adapter, media, budget, slots, or their tails."""
         for simplify in _SIMPLIFICATIONS:
             operations = [simplify(operation) for operation in self.case.operations]
             if operations != self.case.operations:
@@ -176,14 +176,15 @@ class _Search:
                 return
 
     def _merge_growth(self) -> None:
-        """A growth joins the admission or the growth before it: one operation instead of two."""
+        """A growth joins the admission or the growth before it, and a reservation the admission:
+        one operation instead of two."""
         second = len(self.case.operations) - 1
         while second > 0:
             operations = self.case.operations
             grow = operations[second]
-            if isinstance(grow, Grow):
+            if isinstance(grow, Grow | Reserve):
                 for first in range(second - 1, -1, -1):
-                    longer = _lengthened(operations[first], grow.tokens)
+                    longer = _lengthened(operations[first], grow)
                     if longer is not None and self._try(
                         operations=[
                             *operations[:first],
@@ -242,7 +243,8 @@ class _Search:
         for loose in (defaults, *({name: value} for name, value in defaults.items())):
             world = self.case.configuration
             limits = replace(world.scheduling, **loose)
-            if limits != world.scheduling:
+            whole = limits.chunked_prefill or limits.token_budget >= limits.max_model_tokens
+            if limits != world.scheduling and whole:
                 self._try(configuration=replace(world, scheduling=limits))
 
     def _lower_arguments(self) -> None:
@@ -320,7 +322,9 @@ def _weight(value: Any) -> int:
     if isinstance(value, Struct):
         return 1 + sum(_weight(getattr(value, name)) for name in value.__struct_fields__)
     if isinstance(value, tuple):
-        return sum(_weight(item) for item in value)
+        # One more of anything is more to think about than a larger number: so a batch of one
+        # request is no simpler than that request alone.
+        return sum(2 + _weight(item) for item in value)
     return int(value)
 
 
@@ -383,7 +387,6 @@ _ITERATIONS = (Schedule, Retire, Run)
 """What a scheduler's iterations are spelled with."""
 
 
-
 def _cut(operation: AnyOperation, rows: int, size: int, old_size: int) -> AnyOperation:
     """At most ``rows`` blocks of ``size``; lengths keep their place relative to block edges."""
     if isinstance(operation, Admit | Arrive):
@@ -391,19 +394,27 @@ def _cut(operation: AnyOperation, rows: int, size: int, old_size: int) -> AnyOpe
             replace(segment, length=_cut_length(segment.length, rows, size, old_size))
             for segment in operation.prompt
         )
-        return replace(operation, prompt=prompt)
+        operation = replace(operation, prompt=prompt)
     if isinstance(operation, Grow):
         return replace(operation, tokens=_cut_length(operation.tokens, rows, size, old_size))
+    if isinstance(operation, Admit | Resume | Reserve) and operation.slots:
+        return replace(operation, slots=_cut_length(operation.slots, rows, size, old_size))
+    if isinstance(operation, Launch):
+        items = [(who, _cut_length(many, rows, size, old_size)) for who, many in operation.items]
+        return replace(operation, items=tuple(items))
     return operation
 
 
-def _lengthened(operation: AnyOperation, tokens: int) -> AnyOperation | None:
-    """The growth or admission with so many tokens more; None for other operations."""
+def _lengthened(operation: AnyOperation, by: Grow | Reserve) -> AnyOperation | None:
+    """The operation with the later one's tokens or slots in it; None where they do not fit in."""
+    if isinstance(by, Reserve):
+        admits = isinstance(operation, Admit | Resume)
+        return replace(operation, slots=by.slots) if admits else None
     if isinstance(operation, Grow):
-        return replace(operation, tokens=operation.tokens + tokens)
+        return replace(operation, tokens=operation.tokens + by.tokens)
     if isinstance(operation, Admit):
         *before, last = operation.prompt
-        return replace(operation, prompt=(*before, replace(last, length=last.length + tokens)))
+        return replace(operation, prompt=(*before, replace(last, length=last.length + by.tokens)))
     return None
 
 
@@ -429,6 +440,9 @@ def _lower_field(kind: type[Operation], name: str, value: Any) -> Iterator[Any]:
                 yield value[:index] + value[index + 1 :]
             for lower in _simpler_item(value[index]):
                 yield (*value[:index], lower, *value[index + 1 :])
+    elif isinstance(value, bool):
+        if value:
+            yield False
     else:
         least = name in _COUNTS or (kind is Reserve and name == "slots")
         yield from _lower_values(value, lowest=1 if least else 0)

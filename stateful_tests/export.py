@@ -26,7 +26,10 @@ from kvproof.invariants.events import (
     BlocksReleased,
     BlocksReused,
     BlocksShared,
+    BlocksSwappedIn,
+    BlocksSwappedOut,
     Event,
+    HostBlocksReleased,
     ReleaseFenced,
     StepItem,
     StepLaunched,
@@ -141,8 +144,8 @@ def _source(value: Struct) -> str:
 # -- the log -------------------------------------------------------------------------------------
 
 _LEGEND = """\
-r3: request 3, b7: block 7, s2: step 2, [1]: row 1 of the request's block table
-+ given   = reused (prefix hit)   & shared with a fork   > copied (copy-on-write)
+r3: request 3, b7: block 7, h5: host block 5, s2: step 2, [1]: row 1 of the request's block table
++ given   = reused (prefix hit)   & shared with a fork   > copied (on write, or by a swap)
 - released   * made findable   x evicted   ~ left to the fence of a step in flight"""
 _SCHEDULER_LEGEND = """
 q3: request 3 of the scheduler, by arrival (in the cache it may be another r)
@@ -164,9 +167,7 @@ def log_text(case: Case, explanation: str, moments: Sequence[Moment] = ()) -> st
     features = f"features: {', '.join(case.features)}\n" if case.features else ""
     schedules = any(isinstance(e, SchedulerEvent) for moment in moments for e in moment.events)
     legend = _LEGEND + _SCHEDULER_LEGEND * schedules
-    return (
-        f"{_wrapped(explanation)}\n\n{world}\n{features}\n{legend}\n\n" + "\n".join(lines) + "\n"
-    )
+    return f"{_wrapped(explanation)}\n\n{world}\n{features}\n{legend}\n\n" + "\n".join(lines) + "\n"
 
 
 def _answer(outcome: Outcome) -> str:
@@ -205,6 +206,11 @@ def _copied(event: BlockCopied) -> str:
     return f"{group}b{event.source}>b{event.target} r{event.request}[{event.row}]"
 
 
+def _host_blocks(event: Any) -> str:
+    group = f"g{event.group}:" if event.group else ""
+    return group + ",".join(f"h{block}" for block in event.host_blocks)
+
+
 def _evicted(event: BlocksEvicted) -> str:
     return f"x{_blocks(event)} ({event.cause})"
 
@@ -232,6 +238,9 @@ _SAID: dict[type[Event], Callable[[Any], str]] = {
     BlocksReleased: _released,
     BlockCopied: _copied,
     BlocksEvicted: _evicted,
+    BlocksSwappedOut: lambda event: f"{_blocks(event)}>{_host_blocks(event)} r{event.request}",
+    BlocksSwappedIn: lambda event: f"{_host_blocks(event)}>{_blocks(event)} r{event.request}",
+    HostBlocksReleased: lambda event: f"-{_host_blocks(event)} r{event.request}",
     ReleaseFenced: lambda event: f"~r{event.request} s{event.step}",
     StepLaunched: lambda event: f"s{event.step}: " + ", ".join(map(_item, event.items)),
     StepRetired: lambda event: f"s{event.step} retired",

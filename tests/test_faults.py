@@ -23,15 +23,29 @@ from kvproof.fuzz.replay import replay
 from kvproof.fuzz.search import Found, search
 from kvproof.fuzz.shrink import Shrunk, shrink
 from kvproof.fuzz.swarm import draw_run
-from kvproof.invariants.case import Case, save_case
+from kvproof.invariants.case import Case, dump_case, parse_case, save_case
 from kvproof.invariants.checks import CHECKS
 from kvproof.invariants.errors import InputError
-from kvproof.invariants.operations import KINDS, Admit, Segment
+from kvproof.invariants.operations import (
+    Admit,
+    AnyOperation,
+    Decode,
+    Fork,
+    Grow,
+    Launch,
+    Preempt,
+    Reserve,
+    Resume,
+    Retire,
+    Segment,
+)
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.harness import CRASH
+from kvproof.stateful_tests.subjects.engine import EngineSubject
 from kvproof.stateful_tests.totals import Totals
 
 FAULTS = all_faults()
+ABLE = EngineSubject.capabilities | EngineSubject(Configuration()).semantics.features()
 WITHOUT_A_ROW = {"key-ignores-last-token"}
 """Modelled on a mutant that survived in a public project, not on a row of the catalogue."""
 
@@ -101,7 +115,8 @@ def test_calls_of_the_faulty_method_are_counted() -> None:
 @cache
 def searched(fault: Fault, seed: int) -> Found | None:
     totals = Totals()
-    return search("engine", f"faults/{fault.id}/{seed}", seconds=20, totals=totals, fault=fault.id)
+    source = f"faults/{fault.id}/{seed}"
+    return search(fault.subject, source, seconds=20, totals=totals, fault=fault.id)
 
 
 @cache
@@ -147,6 +162,73 @@ def test_a_shrunk_case_replays_and_needs_its_fault(fault: Fault, seed: int) -> N
     without = replay(replace(shrunk.case, fault=None))
     assert (without.verdict, list(without.violations)) == ("pass", [])
     assert without.ops == len(shrunk.case.operations)
+
+
+STEP = (Launch(), Retire())
+COPIES_NOTHING = "copy-on-write-copies-nothing"
+OVERBLOWN: dict[str, tuple[str, list[AnyOperation], list[AnyOperation]]] = {
+    # A fault, a run with more arguments than it takes, and what becomes of it.
+    "slots, items, swap": (
+        COPIES_NOTHING,
+        [
+            Admit((Segment(0, 2),), slots=9),
+            Launch(items=((0, 2), (1, 3))),
+            Retire(),
+            Preempt(0, swap=True),
+            Resume(0, slots=9),
+            Fork(0),
+            Grow(1),
+        ],
+        [Admit((Segment(0, 1),)), *STEP, Fork(0), Grow(0)],
+    ),
+    "a batch becomes a growth": (
+        COPIES_NOTHING,
+        [Admit((Segment(0, 2),)), *STEP, Fork(0), Decode((1, 2, 0), 1)],
+        [Admit((Segment(0, 1),)), *STEP, Fork(0), Grow(0)],
+    ),
+    "a reservation joins the admission": (
+        "steps-ignore-slots",
+        [Admit((Segment(0, 12),), slots=1), Reserve(0, 8), *STEP],
+        [Admit((Segment(0, 2),), slots=1), Launch()],
+    ),
+    "a batch that has to be one": (
+        "decode-is-not-atomic",
+        [Admit((Segment(0, 31),)), Admit((Segment(1, 32),)), Decode((2, 0, 1, 3, 5), 3)],
+        [Admit((Segment(0, 1),)), Admit((Segment(0, 1),)), Decode((0, 1))],
+    ),
+    "items that have to be": (
+        "steps-ignore-slots",
+        [Admit((Segment(0, 12),), slots=5), Launch(items=((1, 9), (0, 7))), Retire()],
+        [Admit((Segment(0, 2),), slots=1), Launch()],
+    ),
+    "a swap that has to be": (
+        "swap-in-forgets-last-block",
+        [
+            Admit((Segment(0, 9), Segment(10, 2)), slots=20),
+            *STEP,
+            Preempt(2, swap=True),
+            Admit((Segment(0, 3),)),
+            Preempt(0, swap=True),
+            Resume(2, slots=40),
+        ],
+        [Admit((Segment(0, 1),)), *STEP, Preempt(0, swap=True), Resume(0)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("fault", "run", "shortest"), OVERBLOWN.values(), ids=OVERBLOWN)
+def test_what_a_finding_does_not_need_is_shrunk_away(
+    fault: str, run: list[AnyOperation], shortest: list[AnyOperation]
+) -> None:
+    world = Configuration(blocks=16, host_blocks=8)
+    case = Case("engine", world, run, features=("slots", "swaps"), fault=fault)
+    shrunk = shrink(case)
+    assert shrunk is not None
+    assert shrunk.case.operations == shortest
+    assert shrunk.case.features == ()
+    swaps = any(isinstance(operation, Preempt) for operation in shortest)
+    assert shrunk.case.configuration.host_blocks == swaps
+    assert parse_case(dump_case(shrunk.case)) == shrunk.case
 
 
 def test_declared_properties_fire_for_most_faults() -> None:
@@ -204,7 +286,7 @@ def _cases(folder: Path) -> list[str]:
     draw = next(
         draw
         for number in range(1000)
-        if len((draw := draw_run(f"digest/{number}", frozenset(KINDS))).operations) == 400
+        if len((draw := draw_run(f"digest/{number}", ABLE)).operations) == 400
     )
     operations: list[Any] = [*draw.operations]
     cases = [Case("engine", draw.configuration, operations)]

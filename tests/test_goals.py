@@ -284,6 +284,53 @@ def test_the_story_of_a_request_is_its_life() -> None:
     )
 
 
+def _lives(operations: list[Any], **about: int) -> str:
+    """What the story of a violation about that block or request would tell of a healthy run."""
+    done = replay(Case("engine", Configuration(host_blocks=2), operations), record=True)
+    return explain(Violation("PROV", "…", **about), done.moments, 4).partition("\n")[2]
+
+
+def test_the_story_of_a_swapped_block_leads_to_the_host_and_back() -> None:
+    run = [prompt(6), *STEP, OUT, Resume(0)]
+    assert _lives(run, block=2) == (
+        "Block 2: given to r0 as row 1 at op 0 (admit); "
+        "to be written by r0 (positions 0 to 5) in step 0 at op 1 (launch); "
+        "written as step 0 retired at op 2 (retire); "
+        "copied by r0 to host block 1 at op 3 (preempt); "
+        "released by r0 at op 3 (preempt); "
+        "given to r0 as row 0 at op 4 (resume); "
+        "filled by r0 from host block 0 at op 4 (resume)."
+    )
+
+
+def test_the_story_of_a_swapped_request_tells_where_its_bytes_were() -> None:
+    run = [prompt(6), *STEP, OUT, Resume(0), prompt(1), Decode((1, 0)), Decode((1,)), OUT, Abort(0)]
+    assert _lives(run, request=0).partition("step 0 retired at op 2 (retire); ")[2] == (
+        "swapped out to host blocks [0, 1] at op 3 (preempt); "
+        "gave back blocks [2, 1] at op 3 (preempt); "
+        "preempted at op 3 (preempt); "
+        "got blocks [2, 3] at op 4 (resume); "
+        "swapped in from host blocks [0, 1] to blocks [2, 3] at op 4 (resume); "
+        "resumed with 6 cached tokens at op 4 (resume); "
+        "grew by 1 at op 6 (decode); "
+        "swapped out to host blocks [0, 1] at op 8 (preempt); "
+        "gave back blocks [3, 2] at op 8 (preempt); "
+        "preempted at op 8 (preempt); "
+        "gave back host blocks [0, 1] at op 9 (abort); "
+        "aborted at op 9 (abort)."
+    )
+
+
+def test_the_story_of_bytes_that_did_not_come_back_ends_before_them() -> None:
+    run = [prompt(6), *STEP, OUT, Resume(0)]
+    story, violation, _ = _told("swap-in-forgets-last-block", run, host_blocks=2)
+    assert (violation.property, violation.block, violation.request) == ("PROV", 3, 0)
+    assert story == (
+        "PROV at operation 4: request 0 reads position 4 from block 3, offset 0 (row 1 of its "
+        "table), which holds never written.\nBlock 3: given to r0 as row 1 at op 4 (resume)."
+    )
+
+
 def test_a_violation_about_no_block_or_request_has_no_story() -> None:
     story, violation, _ = _told("evictions-count-what-was-asked", [Evict(1)])
     assert (violation.block, violation.request) == (None, None)
@@ -308,6 +355,8 @@ def test_a_passing_replay_records_what_happened_only_when_asked() -> None:
         ("copy-misses-last-token", ["reads position", "as a copy of block", "given to r"]),
         ("adapter-not-in-key", ["given to r", "prefix hit", "another prefix"]),
         ("releases-ignore-steps-in-flight", ["given to r", "to be written by r", "released by r"]),
+        ("swap-in-forgets-last-block", ["reads position", "given to r", "at op 4 (resume)"]),
+        ("steps-ignore-slots", ["a step writes row", "admitted with", "positions 0 to"]),
     ],
 )
 def test_a_shrunk_finding_is_told_as_a_life(fault: str, words: list[str]) -> None:

@@ -23,7 +23,20 @@ from kvproof.fuzz.shrink import shrink
 from kvproof.fuzz.swarm import FEATURES as SWARM_FEATURES
 from kvproof.invariants.case import Case, dump_case, load_case, parse_case
 from kvproof.invariants.events import Event
-from kvproof.invariants.operations import KINDS, Abort, Admit, Finish, Media, Reset, Segment
+from kvproof.invariants.operations import (
+    KINDS,
+    Abort,
+    Admit,
+    AnyOperation,
+    Finish,
+    Launch,
+    Media,
+    Preempt,
+    Reset,
+    Resume,
+    Retire,
+    Segment,
+)
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Violation
@@ -411,6 +424,19 @@ def test_log_has_a_line_for_each_operation() -> None:
     assert lines[-3].endswith("+b1,b2,b3 r0[0]")
     assert lines[-2].split()[:4] == ["1", "Finish(request=0)", "done", "r0"]
     assert lines[-1].split() == ["2", "Abort(request=0)", "skipped"]
+
+
+def test_log_tells_where_swapped_blocks_are() -> None:
+    swap = Preempt(0, swap=True)
+    run: list[AnyOperation] = [Admit((Segment(0, 5),)), Launch(), Retire()]
+    case = Case("engine", Configuration(host_blocks=2), [*run, swap, Resume(0), swap, Abort(0)])
+    text = log_text(case, "", replay(case, record=True).moments)
+    assert [line.rpartition("  ")[2] for line in text.splitlines()[-4:]] == [
+        "b1,b2>h0,h1 r0; -b2,b1 r0",
+        "+b2,b3 r0[0]; h0,h1>b2,b3 r0",
+        "b2,b3>h0,h1 r0; -b3,b2 r0",
+        "-h0,h1 r0",
+    ]
 
 
 # -- speed ---------------------------------------------------------------------------------------

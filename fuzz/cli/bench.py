@@ -9,6 +9,7 @@ import typer
 
 from kvproof.fuzz.bench.engine import EngineBench, bench_engine
 from kvproof.fuzz.bench.machine import MachineBench, bench_machine
+from kvproof.fuzz.bench.scheduler import SchedulerBench, bench_scheduler
 from kvproof.fuzz.cli.output import JsonOption, console, print_json, progress_bar, table
 
 app = typer.Typer(no_args_is_help=True, help="Benchmarks; ratios are within one run.")
@@ -44,7 +45,23 @@ def machine(rounds: RoundsOption = 5, as_json: JsonOption = False) -> None:
     _show(result)
 
 
-def _fields(result: EngineBench | MachineBench) -> dict[str, object]:
+@app.command("scheduler")
+def scheduler(rounds: RoundsOption = 5, as_json: JsonOption = False) -> None:
+    """What an iteration costs with 1,000 running and 10,000 waiting requests.
+
+    With all checks on, and without; with fewer waiting; and with fewer running.
+
+    Example: [bold]kvproof bench scheduler --json[/]
+    """
+    with progress_bar("rounds", rounds) as bar:
+        result = bench_scheduler(rounds, lambda done: bar.update(done, ""))
+    if as_json:
+        print_json(_fields(result))
+        return
+    _show(result)
+
+
+def _fields(result: EngineBench | MachineBench | SchedulerBench) -> dict[str, object]:
     fields: dict[str, object] = msgspec.to_builtins(result)
     fields["results"] = [
         {**msgspec.to_builtins(m), "ops_per_second": m.ops_per_second} for m in result.results
@@ -52,7 +69,7 @@ def _fields(result: EngineBench | MachineBench) -> dict[str, object]:
     return fields
 
 
-def _show(result: EngineBench | MachineBench) -> None:
+def _show(result: EngineBench | MachineBench | SchedulerBench) -> None:
     rows = [(m.name, m.ops, m.ops_per_second, m.seconds / m.ops * 1e6) for m in result.results]
     table("Operations", ("variant", "operations", "per second", "µs each"), rows)
     for name, ratio in result.ratios.items():

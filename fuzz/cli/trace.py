@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from kvproof.fuzz.cli.output import (
 from kvproof.fuzz.replay import replay
 from kvproof.fuzz.shrink import shrink
 from kvproof.fuzz.traces.checked import CheckedTrace, Setting, TraceRun
+from kvproof.fuzz.traces.fewer import with_fewer_requests
 from kvproof.fuzz.traces.figures import Slo, TraceResult
 from kvproof.fuzz.traces.formats import TraceRequest, read_trace
 from kvproof.fuzz.traces.plot import plot, require_plotting
@@ -47,8 +49,8 @@ from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Verdict, Violation, merge
 from kvproof.stateful_tests.export import write_finding
 
-_SHRUNK_UP_TO = 20_000
-"""Longer cases are written as they are: each replay of them takes seconds."""
+_SECONDS_FOR_REQUESTS, _SECONDS_FOR_OPERATIONS = 10.0, 10.0
+"""Time to make a finding shorter: first by leaving out requests, then single operations."""
 _BLOCKS_MAX = 1 << 24
 _POOL, _LIMITS, _FIGURES, _FILES = "Pool", "Limits of an iteration", "Figures", "Files"
 
@@ -302,7 +304,7 @@ def _run(
         for run in runs:
             checked = run.run()
             record = benchmark_record(requests, source, run.setting, checked)
-            reports.append(_Report(checked, record, _tell(checked, out)))
+            reports.append(_Report(checked, record, _tell(run, checked, out)))
     return reports
 
 
@@ -325,22 +327,24 @@ def _watch(runs: Sequence[TraceRun], bar: Bar) -> Iterator[None]:
         thread.join()
 
 
-def _tell(checked: CheckedTrace, out: Path) -> _Told | None:
-    case = checked.case
-    if case is None:
+def _tell(run: TraceRun, checked: CheckedTrace, out: Path) -> _Told | None:
+    if not checked.violations:
         return None
-    small = _shrunk(case)
+    fewer = with_fewer_requests(run, checked, _SECONDS_FOR_REQUESTS)
+    assert fewer.case is not None, "a violation comes with a case"
+    small = _shrunk(fewer.case)
     result = replay(small, record=True)
-    violation = result.violations[0] if result.violations else checked.violations[0]
+    violation = result.violations[0] if result.violations else fewer.violations[0]
     explanation = explain(violation, result.moments, small.configuration.block_size)
     files = write_finding(small, violation, explanation, out, moments=result.moments)
     return _Told(violation, explanation, files)
 
 
 def _shrunk(case: Case) -> Case:
-    if len(case.operations) > _SHRUNK_UP_TO:
-        return case
-    shrunk = shrink(case, replays_max=500)
+    started = time.monotonic()
+    replay(case)
+    seconds = max(1e-3, time.monotonic() - started)
+    shrunk = shrink(case, replays_max=min(500, int(_SECONDS_FOR_OPERATIONS / seconds)))
     return shrunk.case if shrunk else case
 
 

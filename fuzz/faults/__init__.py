@@ -10,11 +10,23 @@ from kvproof.fuzz.faults.fault import Fault
 from kvproof.invariants.errors import InputError
 
 
-def all_faults() -> tuple[Fault, ...]:
-    """The catalogue, in its order."""
+def cache_faults() -> tuple[Fault, ...]:
+    """Those of the paged cache, in their order."""
     from kvproof.fuzz.faults import catalogue
 
     return catalogue.FAULTS
+
+
+def scheduler_faults() -> tuple[Fault, ...]:
+    """Those of the scheduler and its policies, in their order."""
+    from kvproof.fuzz.faults import scheduling
+
+    return scheduling.FAULTS
+
+
+def all_faults() -> tuple[Fault, ...]:
+    """The catalogue, in its order."""
+    return (*cache_faults(), *scheduler_faults())
 
 
 def fault_by_id(name: str) -> Fault:
@@ -25,4 +37,4 @@ def fault_by_id(name: str) -> Fault:
     raise InputError(f"unknown fault {name!r}; see `kvproof faults list`")
 
 
-__all__ = ["Fault", "all_faults", "fault_by_id"]
+__all__ = ["Fault", "all_faults", "cache_faults", "fault_by_id", "scheduler_faults"]

@@ -1,5 +1,6 @@
 """The seeded faults of the paged cache: accounting, reference counts, ownership, stale content,
-keys, eviction order, preemption, capacity, figures (classes 1 to 7, 13 and 14 of the catalogue).
+keys, eviction order, preemption, swap space, aborts, capacity, figures (classes 1 to 9, 13 and 14
+of the catalogue).
 
 Each function is the faulty method; ``original`` is what it replaces.  Sources name the catalogue
 row and the public report that the fault is modelled on: the mistake is the same in kind, the
@@ -18,11 +19,12 @@ from kvproof.engine import engine as engine_module
 from kvproof.engine import request as request_module
 from kvproof.engine.engine import Engine
 from kvproof.engine.eviction.lru import LeastRecentlyUsed
+from kvproof.engine.host import HostPool
 from kvproof.engine.keys import block_key
 from kvproof.engine.pool import BlockPool
 from kvproof.engine.request import Request
 from kvproof.fuzz.faults.fault import Fault, Replacement
-from kvproof.invariants.events import BlocksEvicted, BlocksPublished, StepItem
+from kvproof.invariants.events import BlocksEvicted, BlocksPublished, BlocksSwappedIn, StepItem
 from kvproof.invariants.operations import Media
 from kvproof.invariants.outcomes import NO_FREE_BLOCKS, TOO_MANY_REQUESTS, Outcome
 
@@ -44,9 +46,7 @@ def _fault(
         name = replacement.__name__.replace("_", "-")
         summary = " ".join((replacement.__doc__ or "").split())
         _FAULTS.append(
-            Fault(
-                name, property, source, summary, target, method, replacement, shortest, also=also
-            )
+            Fault(name, property, source, summary, target, method, replacement, shortest, also=also)
         )
         return replacement
 
@@ -445,6 +445,61 @@ def fence_never_opens(original: Replacement, self: Engine) -> Outcome | None:
     return outcome
 
 
+# -- 8. Swap space, 9. aborts ----------------------------------------------------------------------
+
+
+@_fault(
+    Engine,
+    "_swap_in",
+    property="PROV",
+    source="B70, LMCache/LMCache#2327",
+    shortest=5,
+)
+def swap_in_forgets_last_block(
+    original: Replacement, self: Engine, pool: BlockPool, request: Request
+) -> None:
+    """A resumed request counts all it had as restored, but its last block is not copied back."""
+    original(self, pool, request)
+    event = self.events[-1]
+    assert isinstance(event, BlocksSwappedIn)
+    self.events[-1] = replace(event, host_blocks=event.host_blocks[:-1], blocks=event.blocks[:-1])
+
+
+@_fault(
+    Engine,
+    "swap_out",
+    property="PIN",
+    source="B78, vllm-project/vllm#29870",
+    shortest=3,
+    also=("CAP",),
+)
+def swap_out_does_not_wait(original: Replacement, self: Engine, request: Request) -> Outcome:
+    """A request is swapped out and its blocks are freed while a step in flight still uses them."""
+    in_flight, request.steps_in_flight = request.steps_in_flight, 0
+    outcome: Outcome = original(self, request)
+    if outcome.status == "refused":
+        request.steps_in_flight = in_flight
+    return outcome
+
+
+@_fault(HostPool, "release", property="CONS", source="B15, LMCache/LMCache#993", shortest=5)
+def host_block_freed_twice(original: Replacement, self: HostPool, blocks: list[int]) -> None:
+    """The last host block that a request gives back is freed once more."""
+    original(self, [*blocks, *blocks[-1:]])
+
+
+@_fault(
+    Engine,
+    "_release_host",
+    property="QUIES",
+    source="B105, openvinotoolkit/model_server#4428",
+    shortest=5,
+)
+def aborted_swap_keeps_host_blocks(original: Replacement, self: Engine, request: Request) -> None:
+    """A swapped request that is aborted is forgotten together with its host blocks."""
+    request.host_tables = []
+
+
 # -- 13. Capacity --------------------------------------------------------------------------------
 
 
@@ -512,6 +567,40 @@ def fork_is_not_atomic(
         for _ in range(self.configuration.requests - len(self.running)):
             self._fork_child(request)
     return outcome
+
+
+@_fault(Engine, "decode", property="ATOM", source="B09, hyprstream/hyprstream#337", shortest=3)
+def decode_is_not_atomic(
+    original: Replacement, self: Engine, requests: Sequence[Request], tokens: Sequence[int]
+) -> Outcome:
+    """A batch that does not fit is refused, but those of it that do fit have grown."""
+    outcome: Outcome = original(self, requests, tokens)
+    if outcome.reason == NO_FREE_BLOCKS:
+        for request, token in zip(requests, tokens, strict=True):
+            self.grow(request, [token])
+    return outcome
+
+
+@_fault(Engine, "reserve", property="CAP", source="B146, vllm-project/vllm#10730", shortest=2)
+def reserve_counts_from_the_end(
+    original: Replacement, self: Engine, request: Request, slots: int
+) -> Outcome:
+    """Blocks in advance are counted on top of those that the request has."""
+    outcome: Outcome = original(self, request, slots + len(request.tables[0]) * request.block_size)
+    return outcome
+
+
+@_fault(
+    Engine,
+    "pending",
+    property="CAP",
+    source="B126, vllm-project/vllm#57605",
+    shortest=2,
+    also=("EXCL",),
+)
+def steps_ignore_slots(original: Replacement, self: Engine, request: Request) -> int:
+    """A step computes tokens for which there are no blocks yet."""
+    return len(request.tokens) - request.scheduled
 
 
 # -- 14. Figures ---------------------------------------------------------------------------------

@@ -78,9 +78,9 @@ class TraceRun:
         self, trace: Sequence[TraceRequest], setting: Setting, policy: str = "fcfs"
     ) -> None:
         """Raises InputError if there is no such policy."""
-        self._trace = trace
+        self.trace = trace
         self.setting = setting
-        self._policy = policy
+        self.policy = policy
         self._factory = policy_factory(policy)
         self._subject = self._fresh_subject()
         self._harness = SchedulingHarness(self._subject)
@@ -95,14 +95,14 @@ class TraceRun:
         return ObservedSubject(
             self.setting.configuration,
             policy=self._factory,
-            observer=Observer(self._trace),
-            name=f"scheduler:{self._policy}",
+            observer=Observer(self.trace),
+            name=f"scheduler:{self.policy}",
             clock=VirtualClock(),
             cost=self.setting.cost,
         )
 
     def _replay(self, subject: ObservedSubject, perform: Callable[[Operation], Outcome]) -> Replay:
-        return Replay(self._trace, subject, perform, max_tokens=self.setting.max_tokens)
+        return Replay(self.trace, subject, perform, max_tokens=self.setting.max_tokens)
 
     def _perform(self, operation: Operation) -> Outcome:
         outcome = self._harness.perform(operation)
@@ -123,7 +123,7 @@ class TraceRun:
             problem = str(error)
         seconds = time.perf_counter() - started
         return CheckedTrace(
-            policy=self._policy,
+            policy=self.policy,
             about=_first_line(self._factory),
             promises=self._subject.promises,
             result=self.result(),
@@ -143,7 +143,7 @@ class TraceRun:
         observer, setting, replay = self._subject.observer, self.setting, self.replay
         virtual_seconds = self._subject.scheduler.clock.now_s
         return TraceResult(
-            requests=len(self._trace),
+            requests=len(self.trace),
             finished=observer.finished,
             rejected=replay.rejections.total(),
             rejections=dict(replay.rejections),
