@@ -147,9 +147,8 @@ class Engine:
 
     def admit_prepared(self, request: Request, slots: int = 0) -> Outcome:
         """As :meth:`admit`, for a request from :meth:`prepare`."""
-        request.wanted_slots = slots
         request.id = self._next_request
-        refusal = self._place(request)
+        refusal = self._place(request, slots)
         if refusal:
             return Outcome("refused", refusal)
         self._next_request += 1
@@ -171,8 +170,8 @@ class Engine:
         """
         if request not in self.preempted:
             raise ValueError(f"request {request.id} is not preempted")
-        request.wanted_slots = slots
-        refusal = self._place_swapped(request) if request.swapped else self._place(request)
+        place = self._place_swapped if request.swapped else self._place
+        refusal = place(request, slots)
         if refusal:
             return Outcome("refused", refusal, request.id)
         self.preempted.remove(request)
@@ -180,9 +179,9 @@ class Engine:
         self.events.append(RequestResumed(request.id, request.computed))
         return Outcome("done", None, request.id, request.computed)
 
-    def _place(self, request: Request) -> str | None:
+    def _place(self, request: Request, slots: int) -> str | None:
         """Give the request its blocks, or say why not and change nothing."""
-        needed = blocks_needed(request.wanted_slots or len(request.tokens), request.block_size)
+        needed = blocks_needed(slots or len(request.tokens), request.block_size)
         if len(self.running) >= self.configuration.requests:
             return TOO_MANY_REQUESTS
         if needed > self.configuration.blocks:
@@ -205,9 +204,9 @@ class Engine:
         request.published = reused
         return None
 
-    def _place_swapped(self, request: Request) -> str | None:
+    def _place_swapped(self, request: Request, slots: int) -> str | None:
         """Give a swapped request blocks and its bytes, or say why not and change nothing."""
-        needed = blocks_needed(request.wanted_slots or len(request.tokens), request.block_size)
+        needed = blocks_needed(slots or len(request.tokens), request.block_size)
         needed = max(needed, len(request.host_tables[0]))
         if len(self.running) >= self.configuration.requests:
             return TOO_MANY_REQUESTS

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from traceback import extract_tb
 from types import FrameType
@@ -43,7 +44,7 @@ def call_policy(
             plan = policy.plan(state)
     except _TookTooLong:
         raise PolicyError("hang", f"{name}.plan did not return within {seconds:g} s") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # even one that ends the process is only wrong
         raise PolicyError(*_diagnosis(name, error)) from error
     complaint = _wrong_type(plan)
     if complaint:
@@ -51,10 +52,10 @@ def call_policy(
     return plan
 
 
-def _diagnosis(name: str, error: Exception) -> tuple[str, str]:
+def _diagnosis(name: str, error: BaseException) -> tuple[str, str]:
     frames = extract_tb(error.__traceback__)
-    # The last frame of the policy's own: below it are kvproof's, which only say no.
-    own = [frame for frame in frames[1:] if "kvproof" not in Path(frame.filename).parts[-3:-1]]
+    # The last frame of the policy's own: below it are the engine's, which only say no.
+    own = list(takewhile(lambda frame: Path(frame.filename).parent != _ENGINE, frames[1:]))
     frame = (own or frames)[-1]
     place = f"{Path(frame.filename).name}:{frame.lineno}"
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -63,14 +64,16 @@ def _diagnosis(name: str, error: Exception) -> tuple[str, str]:
     return "exception", f"{name}.plan raised {text} ({place})"
 
 
-def _is_mutation(error: Exception) -> bool:
+_ENGINE = Path(__file__).parent
+
+
+def _is_mutation(error: BaseException) -> bool:
     """What frozen structs, tuples and read-only sequences say to those who assign to them."""
     text = str(error)
+    if isinstance(error, AttributeError) and error.name in _MUTATORS:
+        return isinstance(error.obj, Sequence)  # not of something that the policy has not got
     return isinstance(error, AttributeError | TypeError) and (
-        "immutable type" in text
-        or "read-only" in text
-        or "does not support item" in text
-        or any(f"no attribute {name!r}" in text for name in _MUTATORS)
+        "immutable type" in text or "read-only" in text or "support item" in text
     )
 
 
@@ -112,22 +115,29 @@ def _short(value: object) -> str:
 class _TimeLimit:
     """Interrupts the main thread, again and again; elsewhere there is no limit."""
 
-    __slots__ = ("_before", "_seconds")
+    __slots__ = ("_before", "_seconds", "_timer")
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._before: Any = None
+        self._timer = (0.0, 0.0)
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread() and _HAS_TIMER:
             # None if the handler was not set from Python: then it cannot be put back.
             self._before = _set_handler(signal.SIGALRM, _interrupt) or signal.SIG_DFL
-            signal.setitimer(signal.ITIMER_REAL, self._seconds, 0.05)
+            self._timer = signal.setitimer(signal.ITIMER_REAL, self._seconds, 0.05)
 
     def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            _set_handler(signal.SIGALRM, self._before)
+        while self._before is not None:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                _set_handler(signal.SIGALRM, self._before)
+                self._before = None
+                if self._timer[0]:  # somebody else's: it goes on with what it had left
+                    signal.setitimer(signal.ITIMER_REAL, *self._timer)
+            except _TookTooLong:
+                continue  # the time was up just now: the policy has answered, and that counts
 
 
 _HAS_TIMER = hasattr(signal, "setitimer")

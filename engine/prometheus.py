@@ -114,6 +114,10 @@ class SchedulerCollector(Collector):
         for name, value in values.items():
             self._histograms[name].observe(value)
 
+    def describe(self) -> Iterator[Metric]:
+        """By the names a registry finds out that they are taken."""
+        return self.collect()
+
     def collect(self) -> Iterator[Metric]:
         """All figures as they are now."""
         figures = self._scheduler.metrics()

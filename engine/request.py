@@ -36,7 +36,6 @@ class Request:
         "swapped",
         "tables",
         "tokens",
-        "wanted_slots",
     )
 
     def __init__(
@@ -70,8 +69,6 @@ class Request:
         self.swapped = False
         self.host_tables: list[list[int]] = []
         """While it is swapped out: per group, the host blocks with its computed tokens."""
-        self.wanted_slots = 0
-        """Positions that its admission is to give blocks to; 0: all of its tokens."""
         self.steps_in_flight = 0
         self.last_step = -1
         self.cached_tokens = 0

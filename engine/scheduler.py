@@ -636,6 +636,9 @@ class _State:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"the scheduler's state is read-only: {name} cannot be set")
 
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"the scheduler's state is read-only: {name} cannot be deleted")
+
     def _job(self, request: RequestState) -> tuple[Scheduler, Job]:
         scheduler = self._scheduler
         if scheduler is None:

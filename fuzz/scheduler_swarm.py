@@ -94,7 +94,7 @@ class _Arguments:
         self._features = features
         self._stems = rng.choice((1, 1, 2, 4))
         self._rows = max(1, self._blocks // rng.choice((1, 2, 4, 8)))
-        self._outputs = rng.choice((1, 3, self._size, 2 * self._size + 1))
+        self._outputs = rng.choice((1, 3, self._size, 2 * self._size + 1, 4 * self._size + 1))
 
     def draw(self, kind: str) -> AnyOperation:
         rng = self._rng

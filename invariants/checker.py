@@ -25,6 +25,7 @@ from kvproof.invariants.operations import (
     Fork,
     Grow,
     Operation,
+    Preempt,
     Reserve,
     Resume,
 )
@@ -137,7 +138,7 @@ class Checker:
         concluding: list[OperationHandler] = [
             check.conclude for check in self.checks if check.concludes(kind, status)
         ]
-        if kind in (Admit, Grow, Reserve, Fork, Resume) and status == "done":
+        if kind in (Admit, Grow, Reserve, Fork, Preempt, Resume) and status == "done":
             concluding.insert(0, self._stands)
         goal = self.goals.concluding(kind)
         if goal is not None and status != "skipped":
@@ -232,7 +233,8 @@ class Checker:
         self.books.settled()
 
     def _stands(self, operation: Operation, outcome: Outcome) -> None:
-        """A request that was given blocks stands as it should: it may be gone when settled."""
+        """A request that was given blocks or lost them stands as it should: it may be gone, or have
+        them again, when settled."""
         live = self.books.requests
         for number in (outcome.request, *outcome.children):
             if number is not None and number in live:

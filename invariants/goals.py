@@ -120,8 +120,12 @@ GOALS: tuple[Goal, ...] = (
     ),
     _goal("swapped-out", "a request's computed blocks are copied to the host", "preempt", "swaps"),
     _goal("swapped-in", "a swapped request gets its blocks back", "preempt", "resume", "swaps"),
-    _goal("swap-refused", "a request is not swapped out: no host block is free", "preempt", "swaps"),
-    _goal("swapped-aborted", "a swapped request is aborted", "preempt", "abort", "swaps", rare=True),
+    _goal(
+        "swap-refused", "a request is not swapped out: no host block is free", "preempt", "swaps"
+    ),
+    _goal(
+        "swapped-aborted", "a swapped request is aborted", "preempt", "abort", "swaps", rare=True
+    ),
     _goal("slots-in-part", "a prompt has blocks for its first part only", "admit", "slots"),
     _goal("slots-in-advance", "a request has more blocks than its tokens need", "admit", "slots"),
     _goal("decode-refused", "a batch cannot decode for want of blocks", "decode"),
@@ -245,8 +249,11 @@ class Goals:
     def _slots(self, outcome: Outcome) -> None:
         request = self._books.requests.get(-1 if outcome.request is None else outcome.request)
         if request is not None:
-            self.hits["slots-in-part"] += request.slots < len(request.tags)
-            self.hits["slots-in-advance"] += request.slots > len(request.tags)
+            size = self._books.block_size
+            given = (request.slots + size - 1) // size
+            needed = (len(request.tags) + size - 1) // size
+            self.hits["slots-in-part"] += given < needed
+            self.hits["slots-in-advance"] += given > needed
 
     def _decode(self, operation: Decode, outcome: Outcome) -> None:
         self.hits["decode-refused"] += outcome.status == "refused"

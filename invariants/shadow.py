@@ -67,7 +67,7 @@ class Shadow:
     def copy_blocks(self, sources: Sequence[int], other: Shadow, targets: Sequence[int]) -> None:
         """Copy whole blocks into another shadow."""
         size = self.block_size
-        for source, target in zip(sources, targets, strict=True):
+        for source, target in zip(sources, targets, strict=False):
             row = self.content[source * size : (source + 1) * size]
             other.content[target * size : (target + 1) * size] = row
 

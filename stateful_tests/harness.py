@@ -13,10 +13,13 @@ from kvproof.invariants.events import Event
 from kvproof.invariants.operations import (
     OPERATION_TYPES,
     Abort,
+    Admit,
     AnyOperation,
     Finish,
     Launch,
     Operation,
+    Preempt,
+    Resume,
     Retire,
     kind_of,
 )
@@ -36,6 +39,17 @@ def crash_violation(operation: Operation, error: Exception) -> Violation:
         f"{kind_of(operation)} raised {type(error).__name__}: {error} "
         f"({Path(frame.filename).name}:{frame.lineno}, in {frame.name})",
     )
+
+
+def asks_for(operation: Operation) -> set[str]:
+    """The features that a subject needs to do the operation as it stands."""
+    if isinstance(operation, Admit | Resume):
+        return {"slots"} if operation.slots else set()
+    if isinstance(operation, Launch):
+        return {"slots"} if operation.items else set()
+    if isinstance(operation, Preempt):
+        return {"swaps"} if operation.swap else set()
+    return set()
 
 
 class Harness:
@@ -58,6 +72,9 @@ class Harness:
         self._capable = {
             kind for kind in OPERATION_TYPES if kind.__name__.lower() in subject.capabilities
         }
+        lacking = {"slots", "swaps"} - subject.semantics.features()
+        self._lacking = lacking if "arrive" not in subject.capabilities else frozenset[str]()
+        """What operations may ask for and the subject does not offer."""
         self._checked = checked
         self._apply = subject.apply
         self._drain_events = subject.drain_events
@@ -69,7 +86,7 @@ class Harness:
         Raises CheckerError if a checker stumbles.  A subject that raises is a violation.
         """
         kind = operation.__class__
-        if kind not in self._capable:
+        if kind not in self._capable or (self._lacking and asks_for(operation) & self._lacking):
             self.checker.pass_over(kind)
             return SKIPPED
         try:

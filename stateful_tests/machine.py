@@ -91,16 +91,10 @@ class Setup(Struct, frozen=True):
     audit_interval: int | None = None
     on_failure: OnFailure | None = None
     totals: Totals | None = None
-
-    @property
-    def able(self) -> frozenset[str]:
-        """The features of the subject."""
-        return self.factory(Configuration()).semantics.features()
-
-    @property
-    def schedules(self) -> bool:
-        """Whether the subject is a scheduler."""
-        return "arrive" in self.factory(Configuration()).capabilities
+    able: frozenset[str] = frozenset()
+    """The features of the subject (asked once: to build a subject may take its time) …"""
+    schedules: bool = False
+    """… and whether it is a scheduler."""
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -308,7 +302,9 @@ def machine_for(
 
 
 def _machine_class(base: type[CacheMachine], setup: Setup) -> type[CacheMachine]:
-    capabilities = setup.factory(Configuration()).capabilities
+    subject = setup.factory(Configuration())
+    capabilities = subject.capabilities
+    setup = replace(setup, able=subject.semantics.features(), schedules="arrive" in capabilities)
     rules = {kind: _rule(kind, RECIPES[kind]) for kind in RECIPES if kind in capabilities}
     title = "".join(part.capitalize() for part in re.split(r"\W+", setup.name)) + "Machine"
     return type(title, (base,), {"setup": setup, "__module__": __name__, **rules})

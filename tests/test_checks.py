@@ -255,10 +255,30 @@ row("LIFE", [prompt(1)], stands(1, 2), "has 2 tokens, but it was given 1", None,
 row("LIFE", [prompt(1)], shows(requests=lambda _: []), "live requests are [], but should be [0]")
 row("LIFE", [prompt(1), Launch()], shows(steps_in_flight=lambda _: []), "in flight, not [0]")
 row("LIFE", [prompt(1)], shows(table=lambda _: [5]), "is [5], but it was given [1]", None, 0)
-row("LIFE", [*TWO, Decode((1, 3))], says(children=(0,)), "done for requests [0], but it names [1]")
-row("LIFE", [*TWO, Decode((0, 1))], says(children=(1, 0)), "requests [1, 0], but it names [0, 1]")
-row("LIFE", [prompt(1), Decode((0,))], says(children=(0, 0)), "[0, 0], but it names [0]")
-row("LIFE", [prompt(1), Decode((0,))], answers(SKIPPED), "decode was skipped for requests []")
+row(
+    "LIFE",
+    [*TWO, Decode((1, 3))],
+    says(children=(0,)),
+    "for requests [0], but of 2 candidates it names [1]",
+)
+row(
+    "LIFE",
+    [*TWO, Decode((0, 1))],
+    says(children=(1, 0)),
+    "[1, 0], but of 2 candidates it names [0, 1]",
+)
+row(
+    "LIFE",
+    [prompt(1), Decode((0,))],
+    says(children=(0, 0)),
+    "[0, 0], but of 1 candidates it names [0]",
+)
+row(
+    "LIFE",
+    [prompt(1), Decode((0,))],
+    answers(SKIPPED),
+    "skipped for requests [], but of 1 candidates it names [0]",
+)
 row("LIFE", [Decode((0,))], answers(Outcome("done")), "decode was done for requests []")
 row(
     "LIFE",
@@ -325,6 +345,22 @@ row(
     SWAPPED,
     change(BlocksSwappedOut, host_blocks=[1, 1]),
     "2 blocks of request 0 are swapped out to 1 host blocks",
+    None,
+    0,
+)
+row(
+    "EXCL",
+    SWAPPED,
+    change(BlocksSwappedOut, host_blocks=[0, 2]),
+    "request 0 is swapped out to host block 2, which the swap space of 2 does not have",
+    None,
+    0,
+)
+row(
+    "EXCL",
+    [*SWAPPED, Resume(0)],
+    change(BlocksSwappedIn, blocks=[2]),
+    "2 host blocks of request 0 are swapped in to 1 blocks",
     None,
     0,
 )
@@ -444,6 +480,18 @@ row(
 )
 row(
     "CAP",
+    [prompt(4), prompt(4, 1), Launch(items=((1, 4),))],
+    item(request=0, tables=([1],)),
+    "computes (request, tokens) [(0, 4)], but it was to compute [(1, 4)]",
+)
+row(
+    "CAP",
+    [prompt(4), prompt(4, 1), Launch(items=((1, 4), (0, 4)))],
+    change(StepLaunched, items=lambda items: items[::-1]),
+    "computes (request, tokens) [(0, 4), (1, 4)], but it was to compute [(1, 4), (0, 4)]",
+)
+row(
+    "CAP",
     [PART, Launch(items=((0, 9),))],
     says(count=9),
     "launch: 9 tokens were scheduled, but it should be 4",
@@ -459,6 +507,14 @@ row(
     SWAPPED,
     answers(Outcome("refused", "no_host_blocks", 0)),
     "preempt was refused (no_host_blocks), but it should have been done",
+    None,
+    0,
+)
+row(
+    "CAP",
+    [prompt(4), *STEP, Grow(0), OUT],
+    change(BlocksSwappedOut, blocks=[1, 2], host_blocks=[0, 1]),
+    "2 blocks of request 0 are swapped out, but its 4 computed tokens need 1",
     None,
     0,
 )
@@ -526,6 +582,7 @@ row(
     add(RequestsDecoded([0])),
     "but it changed state: 1 event(s)",
 )
+row("ATOM", [prompt(32), Decode((0,))], stands(1, 33), "was refused, but it stands as", None, 0)
 row("ATOM", [prompt(32), Reserve(0, 33)], stands(1, 33), "was refused, but it stands as", None, 0)
 row(
     "ATOM",

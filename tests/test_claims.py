@@ -26,11 +26,13 @@ from kvproof.invariants.operations import (
     Grow,
     Launch,
     Operation,
+    Preempt,
     Reset,
+    Resume,
     Retire,
     Segment,
 )
-from kvproof.invariants.outcomes import Outcome
+from kvproof.invariants.outcomes import SKIPPED, Outcome
 from kvproof.invariants.property import Check
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Violation
@@ -325,6 +327,24 @@ def test_an_answer_that_is_no_outcome_is_a_finding() -> None:
     (violation,) = Harness(AnswersNothing(Configuration())).run([Reset()])
     assert violation.property == "CRASH"
     assert "answered by an Outcome" in violation.message
+
+
+def test_what_a_subject_does_not_offer_is_passed_over() -> None:
+    """A case that was written for another subject replays on it, and is no false alarm."""
+    subject = EngineSubject(Configuration(host_blocks=2))
+    subject.semantics = replace(subject.semantics, slots=False, swaps=False)
+    harness = Harness(subject, audit_interval=1)
+    plain = Admit((Segment(0, 4),))
+    assert not harness.run([plain, *STEP, Grow(0)])
+    for operation in (
+        Admit((Segment(1, 9),), slots=4),
+        Launch(items=((0, 1),)),
+        Preempt(0, swap=True),
+    ):
+        assert harness.perform(operation) == SKIPPED
+    assert not harness.run([Preempt(0), Resume(0, slots=9), Resume(0), *STEP])
+    assert harness.counts[Resume] == {"done": 1, "refused": 0, "skipped": 1}
+    assert harness.counts[Launch] == {"done": 2, "refused": 0, "skipped": 1}
 
 
 class NoAbort(EngineSubject):

@@ -728,6 +728,18 @@ REFUSALS: dict[str, tuple[list[Operation], Operation, str, dict[str, int]]] = {
         NO_FREE_BLOCKS,
         {"blocks": 6},
     ),
+    "swap in ever": (
+        [prompt(8), *STEP, Preempt(0, swap=True)],
+        Resume(0, slots=21),
+        LARGER_THAN_POOL,
+        {"blocks": 6},
+    ),
+    "resume slots": (
+        [prompt(9), Preempt(0), prompt(9, 1)],
+        Resume(0, slots=12),
+        NO_FREE_BLOCKS,
+        {"blocks": 6},
+    ),
     "swap in more": (
         [prompt(1), *STEP, Preempt(0, swap=True), *[prompt(1, 1)] * 3],
         Resume(0),

@@ -39,6 +39,7 @@ from kvproof.invariants.operations import (
     Retire,
     Segment,
 )
+from kvproof.invariants.scheduling.checks import SCHEDULING_CHECKS
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.harness import CRASH
 from kvproof.stateful_tests.subjects.engine import EngineSubject
@@ -78,7 +79,7 @@ def test_every_fault_cites_the_public_bug_that_it_is_modelled_on() -> None:
 
 
 def test_every_property_has_faults_and_every_fault_known_properties() -> None:
-    known = {check.id() for check in CHECKS} | {CRASH}
+    known = {check.id() for check in (*CHECKS, *SCHEDULING_CHECKS)} | {CRASH}
     for fault in FAULTS:
         assert {fault.property, *fault.also} <= known
         assert fault.property not in fault.also

@@ -110,8 +110,8 @@ SCRIPTS: dict[str, tuple[int, Run, Run]] = {
         [prompt(5), *STEP, OUT, Abort(0)],
         [prompt(5), *STEP, Preempt(0), Abort(0)],
     ),
-    "slots-in-part": (8, [prompt(5, slots=4)], [prompt(5, slots=5)]),
-    "slots-in-advance": (8, [prompt(4, slots=5)], [prompt(4, slots=4)]),
+    "slots-in-part": (8, [prompt(5, slots=4)], [prompt(6, slots=5)]),
+    "slots-in-advance": (8, [prompt(4, slots=5)], [prompt(3, slots=4)]),
     "decode-refused": (2, [prompt(4), prompt(1, 1), Decode((0, 1))], [prompt(4), Decode((0,))]),
     "reserve-refused": (2, [prompt(4), Reserve(0, 9)], [prompt(4), Reserve(0, 8)]),
     "not-oldest-first": (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -311,7 +311,7 @@ def test_an_eviction_policy_is_a_plug_in() -> None:
         assert hits == [0 if source == victim else 4 for source in range(3)]
 
 
-def _violations(subject: EngineSubject, operations: list[Operation]) -> set[str]:
+def _violations(subject: EngineSubject, operations: Sequence[Operation]) -> set[str]:
     return {violation.property for violation in Harness(subject).run(operations)}
 
 

@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from kvproof.engine.policies import POLICY_NAMES
 from kvproof.fuzz.cli.output import (
     Bar,
     JsonOption,
@@ -48,9 +49,12 @@ from kvproof.invariants.story import explain
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Verdict, Violation, merge
 from kvproof.stateful_tests.export import write_finding
+from kvproof.stateful_tests.subjects.policies import policy_factory
 
 _SECONDS_FOR_REQUESTS, _SECONDS_FOR_OPERATIONS = 10.0, 10.0
 """Time to make a finding shorter: first by leaving out requests, then single operations."""
+_SEARCHES = 2
+"""Of one shrinking: forwards and backwards."""
 _BLOCKS_MAX = 1 << 24
 _POOL, _LIMITS, _FIGURES, _FILES = "Pool", "Limits of an iteration", "Figures", "Files"
 
@@ -62,8 +66,8 @@ def trace(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="Scheduler policy, once for each to compare: a built-in name, MODULE:CLASS or "
-            "FILE.py:CLASS.",
+            help="Scheduler policy, once for each to compare: a name that comes with kvproof "
+            f"({', '.join(POLICY_NAMES)}), or MODULE:CLASS or FILE.py:CLASS of your own.",
             show_default="fcfs",
         ),
     ] = None,
@@ -192,9 +196,10 @@ def trace(
     setting = Setting(
         configuration, max_tokens or 0, Slo(slo_ttft, slo_tpot), cache_dtype=cache_dtype
     )
-    names = dict.fromkeys(policy or ["fcfs"])
-    runs = [TraceRun(requests, setting, name) for name in names]
-    reports = _run(runs, requests, file, out)
+    names = list(dict.fromkeys(policy or ["fcfs"]))
+    for name in names:
+        policy_factory(name)  # now: what is no policy is said before anything is done
+    reports = _run(names, requests, setting, file, out)
     verdict = merge(*[report.verdict for report in reports])
     if plot_file is not None:
         series = {report.name: report.checked.series for report in reports}
@@ -295,28 +300,34 @@ class _Report(msgspec.Struct, frozen=True):
 
 
 def _run(
-    runs: Sequence[TraceRun], requests: Sequence[TraceRequest], file: Path, out: Path
+    names: Sequence[str],
+    requests: Sequence[TraceRequest],
+    setting: Setting,
+    file: Path,
+    out: Path,
 ) -> list[_Report]:
-    reports = []
+    """One policy after the other: the books of one replay are large enough."""
+    reports: list[_Report] = []
     source = trace_source(file, len(requests))
-    total = len(requests) * len(runs)
-    with progress_bar(f"replaying {file.name}", total) as bar, _watch(runs, bar):
-        for run in runs:
-            checked = run.run()
-            record = benchmark_record(requests, source, run.setting, checked)
+    with progress_bar(f"replaying {file.name}", len(requests) * len(names)) as bar:
+        for name in names:
+            run = TraceRun(requests, setting, name)
+            with _watch(run, bar, len(requests) * len(reports)):
+                checked = run.run()
+            record = benchmark_record(requests, source, setting, checked)
             reports.append(_Report(checked, record, _tell(run, checked, out)))
     return reports
 
 
 @contextmanager
-def _watch(runs: Sequence[TraceRun], bar: Bar) -> Iterator[None]:
+def _watch(run: TraceRun, bar: Bar, before: int) -> Iterator[None]:
     """Keep the bar up to date from a second thread: the replay itself has no time for it."""
     done = threading.Event()
 
     def look() -> None:
         while not done.wait(0.5):
-            finished = sum([run.finished for run in runs])
-            bar.update(finished, f"{finished:,} requests finished")
+            text = f"{run.policy}: {run.finished:,} requests finished"
+            bar.update(before + run.finished, text)
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
@@ -341,11 +352,17 @@ def _tell(run: TraceRun, checked: CheckedTrace, out: Path) -> _Told | None:
 
 
 def _shrunk(case: Case) -> Case:
-    started = time.monotonic()
-    replay(case)
-    seconds = max(1e-3, time.monotonic() - started)
-    shrunk = shrink(case, replays_max=min(500, int(_SECONDS_FOR_OPERATIONS / seconds)))
-    return shrunk.case if shrunk else case
+    """Shrunk for about as long as there is time: the shorter it gets, the more can be tried."""
+    deadline = time.monotonic() + _SECONDS_FOR_OPERATIONS
+    while True:
+        started = time.monotonic()
+        replay(case)
+        now = time.monotonic()
+        replays = min(500, int((deadline - now) / max(1e-3, now - started) / _SEARCHES))
+        shrunk = shrink(case, replays_max=replays) if replays > 0 else None
+        if shrunk is None or shrunk.case == case:
+            return case
+        case = shrunk.case
 
 
 # -- what is said ----------------------------------------------------------------------------

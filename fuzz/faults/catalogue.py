@@ -93,10 +93,10 @@ def counter_drifts(original: Replacement, self: BlockPool, blocks: Sequence[int]
 
 @_fault(Engine, "_place", property="ATOM", source="B01, sgl-project/sglang#16067", shortest=4)
 def refused_admission_keeps_its_hits(
-    original: Replacement, self: Engine, request: Request
+    original: Replacement, self: Engine, request: Request, slots: int
 ) -> str | None:
     """An admission that does not fit has referenced its prefix hits and does not undo it."""
-    refusal: str | None = original(self, request)
+    refusal: str | None = original(self, request, slots)
     if refusal == NO_FREE_BLOCKS:
         for pool, match in zip(self.pools, self._lookup(request), strict=True):
             pool.share(match)

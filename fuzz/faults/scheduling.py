@@ -123,7 +123,7 @@ def latest_is_preempted_not_least_urgent(
     "cached_tokens",
     property="PLAN",
     source="B68, GeeeekExplorer/nano-vllm#211",
-    shortest=4,
+    shortest=3,
 )
 def resumption_forgets_its_hit(original: Replacement, self: Any, request: RequestState) -> int:
     """Tokens to compute on resumption are counted before its own old blocks are found again."""
@@ -146,23 +146,6 @@ def recomputed_token_delivered_again(original: Replacement, self: Scheduler) -> 
             for job, index in step.samples
             if job.preemptions and job.outputs == index < job.output - 1
         ]
-    outcome: Outcome = original(self)
-    return outcome
-
-
-@_fault(
-    "fcfs",
-    Scheduler,
-    "retire",
-    property="PROGRESS",
-    source="B74, PaddlePaddle/FastDeploy#3292",
-    shortest=6,
-)
-def late_token_is_delivered_twice(original: Replacement, self: Scheduler) -> Outcome:
-    """The token of a step from before the preemption is delivered, and so is the same token again,
-    which the request has computed anew since it was resumed."""
-    for step in self._steps[:1]:
-        step.samples = [(job, job.outputs) for job, _ in step.samples]
     outcome: Outcome = original(self)
     return outcome
 
@@ -204,7 +187,7 @@ def swaps_out_what_is_being_computed(
     "swap",
     property="PLAN",
     source="B60, sgl-project/sglang#27108",
-    shortest=4,
+    shortest=3,
 )
 def swaps_out_to_a_full_host(original: Replacement, self: Draft, request: RequestState) -> bool:
     """Whether the host has room for what is swapped out is not asked."""
@@ -242,7 +225,7 @@ def aborted_request_stays_in_the_queue(original: Replacement, self: Scheduler, j
     "_forget",
     property="METER",
     source="B142, sgl-project/sglang#20273",
-    shortest=5,
+    shortest=4,
     also=("PLAN",),
 )
 def ended_request_stays_preempted(original: Replacement, self: Scheduler, job: Job) -> None:
@@ -309,7 +292,7 @@ def long_prompt_starves(original: Replacement, self: Orca, state: SchedulerState
     "plan",
     property="STARVE",
     source="B135, vllm-project/vllm#53130",
-    shortest=4,
+    shortest=3,
 )
 def newcomers_take_the_budget(original: Replacement, self: Orca, state: SchedulerState) -> Plan:
     """New prompts are served before those that run, and may leave them no token of the budget."""
@@ -385,7 +368,7 @@ def stops_at_the_edge_of_a_block(original: Replacement, job: Job) -> RequestStat
     "plan",
     property="FCFS",
     source="B138, vllm-project/vllm#41951",
-    shortest=5,
+    shortest=4,
 )
 def newcomer_overtakes_the_preempted(
     original: Replacement, self: FirstComeFirstServed, state: SchedulerState
@@ -497,6 +480,7 @@ def decodes_cost_no_budget(
     property="BATCH",
     source="B150, sgl-project/sglang#32433",
     shortest=2,
+    also=("LIVE",),
 )
 def tokens_are_compared_with_blocks(
     original: Replacement, draft: Draft, request: RequestState
@@ -511,7 +495,7 @@ def tokens_are_compared_with_blocks(
     "schedule",
     property="BUDGET",
     source="B157, NVIDIA/TensorRT-LLM#16072",
-    shortest=2,
+    shortest=3,
 )
 def watermark_ignored(original: Replacement, self: Scheduler) -> Outcome:
     """Blocks that are to stay free for those that run are given to newcomers."""
@@ -546,7 +530,7 @@ def runs_past_the_longest_output(original: Replacement, job: Job) -> RequestStat
     "_suspend",
     property="METER",
     source="B159, vllm-project/vllm#25780",
-    shortest=4,
+    shortest=3,
 )
 def queue_time_restarts_on_resume(
     original: Replacement, self: Scheduler, job: Job, *, swap: bool

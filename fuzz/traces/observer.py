@@ -1,8 +1,8 @@
 """Keeps the figures of a replay, from what the scheduler tells and from its state.
 
 Python work is done per iteration, per admission and per finished request, never per token: what
-takes a look at every running request is read rarely enough to cost the same as a few requests in
-each iteration (see ``FEW_REQUESTS``).  What grows with the iterations are flat arrays.
+takes a look at every running request is read rarely enough to cost the same as a few requests
+each time (see ``FEW_REQUESTS``).  What grows with the iterations are flat arrays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvproof.fuzz.traces.formats import TraceRequest
 from kvproof.invariants.scheduling.vocabulary import Scheduled, SchedulerEvent
 
 FEW_REQUESTS = 32
-"""Up to so many running requests are looked at in each iteration, more of them less often."""
+"""Fewer running requests than so many are looked at each time, more of them less often."""
 
 SERIES_POINTS = 1000
 """Points at most in a series to be drawn."""
@@ -57,7 +57,7 @@ class Observer:
         """Those that launched a step."""
         self._numbers = array("q")
         """By the scheduler's number of a request, its number in the trace."""
-        self._next_look = 0
+        self._looks_due = 0
         self._swapped: set[int] = set()
         self._resumed_hits = self._resumed_queries = 0
         self._times_ns, self._blocks = array("q"), array("Q")
@@ -127,8 +127,9 @@ class Observer:
         self._active.set(len(self._engine.running), now_ns)
         self._queued.set(len(scheduler.waiting) + len(scheduler.suspended), now_ns)
         self._free.set(self._free_blocks(), now_ns)
-        if self.iterations >= self._next_look or not self._engine.running:
-            self._next_look = self.iterations + 1 + len(self._engine.running) // FEW_REQUESTS
+        self._looks_due -= 1
+        if self._looks_due <= 0 or not self._engine.running:
+            self._looks_due = 1 + len(self._engine.running) // FEW_REQUESTS
             self._look_at_running(now_ns)
 
     def _free_blocks(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvproof.invariants.books import RequestModel
-from kvproof.invariants.operations import Admit, Operation, Resume
+from kvproof.invariants.operations import Admit, Decode, Operation, Resume
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim
 from kvproof.invariants.view import Standing
@@ -51,11 +51,16 @@ class Atom(Check):
             )
         # What it might have touched is to be looked at as if it had.
         if outcome.request is not None and outcome.request in books.requests:
-            request = books.requests[outcome.request]
-            self._refused.add(request.id)
-            books.touched_requests[request.id] = request
+            self._look_at(books.requests[outcome.request])
+        elif isinstance(operation, Decode) and books.running:
+            for index in operation.requests:
+                self._look_at(books.running[index % len(books.running)])
         if outcome.status == "refused" and isinstance(operation, Admit | Resume):
             self._hits += books.predicted_hits
+
+    def _look_at(self, request: RequestModel) -> None:
+        self._refused.add(request.id)
+        self.books.touched_requests[request.id] = request
 
     def judge_standing(self, request: RequestModel, actual: Standing, expected: Standing) -> None:
         if request.id in self._refused:

@@ -12,6 +12,8 @@ subjects that declare inexact admission.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvproof.invariants.books import GroupBooks, RequestModel
 from kvproof.invariants.operations import (
     Abort,
@@ -80,8 +82,10 @@ class Cap(Check):
         Claim("A request that can never fit is refused as such.", "bug B134; survey K17"),
     )
     positive_control = "boundary-block-too-early"
-    concludes_on = (Launch,)
+    concludes_on = (Launch, Preempt)
     concludes_when = ("done",)
+    _expected: Sequence[tuple[int, int]] = ()
+    """Of a launch with items: each request and how many tokens of it."""
 
     def expecting(self, kind: type[Operation]) -> OperationHandler | None:
         handlers: dict[type[Operation], OperationHandler] = {
@@ -322,20 +326,21 @@ class Cap(Check):
 
     def _named(self, operation: Launch) -> int:
         """Tokens that the named requests, each by its first item, have to compute."""
-        running, size, named = self.books.running, self.block_size, {}
-        count, total = len(running), 0
-        if not count:
-            return 0
-        for index, tokens in operation.items:
+        running, size = self.books.running, self.block_size
+        named: dict[int, int] = {}
+        count = len(running)
+        for index, tokens in operation.items if count else ():
             named.setdefault(index % count, tokens)
+        expected: list[tuple[int, int]] = []
         for index, tokens in named.items():
             request = running[index]
             slots = (request.slots + size - 1) // size * size
             length = len(request.tags)
             pending = (length if length < slots else slots) - request.scheduled
             if pending > 0:
-                total += tokens if tokens < pending else pending
-        return total
+                expected.append((request.id, tokens if tokens < pending else pending))
+        self._expected = expected
+        return sum([tokens for _, tokens in expected])
 
     def _evict(self, operation: Evict, outcome: Outcome) -> None:
         cached = [len(group.cached_free) for group in self.groups]
@@ -359,10 +364,24 @@ class Cap(Check):
     # -- what done operations did -------------------------------------------------------------
 
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
-        """A launch serves the oldest first: only its last request may be left unfinished."""
+        """A launch computes just its items, or serves the oldest first: only its last request may
+        be left unfinished.  A swap copies just the blocks with computed tokens."""
+        if isinstance(operation, Preempt):
+            self._swapped_out(operation, outcome)
+            return
         step = self.books.steps[-1] if self.books.steps else None
         assert isinstance(operation, Launch)
-        if step is None or not step.items or not self.semantics.oldest_first or operation.items:
+        if step is None or not step.items:
+            return
+        if operation.items:
+            actual = [(item.request, item.end - item.start) for item, _ in step.items]
+            if actual != self._expected:
+                self.fail(
+                    f"step {step.number} computes (request, tokens) {actual}, but it was to "
+                    f"compute {self._expected}"
+                )
+            return
+        if not self.semantics.oldest_first:
             return
         last, size = step.items[-1][1], self.block_size
         for request in self.books.running:
@@ -377,6 +396,20 @@ class Cap(Check):
                     request=request.id,
                 )
                 return
+
+    def _swapped_out(self, operation: Preempt, outcome: Outcome) -> None:
+        request = self._known(outcome.request)
+        if request is None or not operation.swap:
+            return
+        needed = blocks_for(request.computed, self.block_size)
+        for group, blocks in enumerate(request.host_tables):
+            if len(blocks) != needed:
+                self.fail(
+                    f"{len(blocks)} blocks of request {request.id} are swapped out, but its "
+                    f"{request.computed} computed tokens need {needed}",
+                    group=group,
+                    request=request.id,
+                )
 
     def judge_standing(self, request: RequestModel, actual: Standing, expected: Standing) -> None:
         if not request.running or actual[3] == expected[3]:

@@ -16,6 +16,7 @@ from kvproof.invariants.books import GroupBooks, RequestModel
 from kvproof.invariants.events import (
     BlockCopied,
     BlocksAllocated,
+    BlocksSwappedIn,
     BlocksSwappedOut,
     Event,
     StepItem,
@@ -53,6 +54,7 @@ class Excl(Check):
             BlocksAllocated: self._allocated,
             BlockCopied: self._copied,
             BlocksSwappedOut: self._swapped_out,
+            BlocksSwappedIn: self._swapped_in,
         }
 
     def after_event(self) -> Mapping[type[Event], EventHandler]:
@@ -92,8 +94,15 @@ class Excl(Check):
 
     def _swapped_out(self, event: BlocksSwappedOut) -> None:
         """Host blocks have one owner, too, and are as many as the device blocks copied."""
-        holders = self.groups[event.group].host_holder
+        holders, space = self.groups[event.group].host_holder, self.books.configuration.host_blocks
         for block in event.host_blocks:
+            if not 0 <= block < space:
+                self.fail(
+                    f"request {event.request} is swapped out to host block {block}, which the "
+                    f"swap space of {space} does not have",
+                    group=event.group,
+                    request=event.request,
+                )
             if block in holders:
                 self.fail(
                     f"request {event.request} is swapped out to host block {block}, which holds "
@@ -105,6 +114,15 @@ class Excl(Check):
             self.fail(
                 f"{len(event.blocks)} blocks of request {event.request} are swapped out to "
                 f"{len(set(event.host_blocks))} host blocks",
+                group=event.group,
+                request=event.request,
+            )
+
+    def _swapped_in(self, event: BlocksSwappedIn) -> None:
+        if len(event.blocks) != len(event.host_blocks):
+            self.fail(
+                f"{len(event.host_blocks)} host blocks of request {event.request} are swapped in "
+                f"to {len(event.blocks)} blocks",
                 group=event.group,
                 request=event.request,
             )

@@ -97,12 +97,13 @@ class Life(Check):
     def _decoded(self, operation: Decode, outcome: Outcome) -> None:
         running = self.books.running
         count = len(running)
-        named = dict.fromkeys([index % count for index in operation.requests]) if count else ()
-        expected = [running[index].id for index in named] if outcome.status == "done" else []
+        indices = dict.fromkeys([index % count for index in operation.requests]) if count else ()
+        named = [running[index].id for index in indices]
+        expected = named if outcome.status == "done" else []
         if list(outcome.children) != expected or (outcome.status == "skipped") != (not running):
             self.fail(
-                f"decode was {outcome.status} for requests {list(outcome.children)}, but it names "
-                f"{expected}"
+                f"decode was {outcome.status} for requests {list(outcome.children)}, but of "
+                f"{count} candidates it names {named}"
             )
 
     def _forked(self, operation: Fork, outcome: Outcome) -> None:

@@ -99,9 +99,7 @@ class Prov(Check):
         request = self.books.known.get(event.request)
         if request is not None:
             # Only the copy brings these bytes back: they are read without being written again.
-            self._compare(
-                request, event.group, 0, request.computed, request.tables[event.group]
-            )
+            self._compare(request, event.group, 0, request.computed, request.tables[event.group])
 
     def _host_released(self, event: HostBlocksReleased) -> None:
         self._host(event.group).poison(event.host_blocks, FREED)

@@ -65,7 +65,7 @@ def imported_class(name: str, *, imports: bool = True) -> Any:
     try:
         module = _file(Path(place)) if place.endswith(".py") else _module(place)
         return getattr(module, attribute)
-    except Exception as error:  # whatever the user's module does when imported
+    except (Exception, SystemExit) as error:  # whatever the user's module does when imported
         raise InputError(
             f"policy {name!r} cannot be imported: {type(error).__name__}: {error}"
         ) from None
@@ -75,7 +75,7 @@ def _made(name: str, policy: Callable[[], object]) -> None:
     """A class that cannot be called without arguments is bad input, not a finding."""
     try:
         policy()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(
             f"policy {name!r} cannot be made: {type(error).__name__}: {error}"
         ) from None

@@ -308,6 +308,17 @@ def test_operations_without_candidate_are_skipped() -> None:
     assert subject.apply(Reset()) == Outcome("done")
 
 
+@pytest.mark.parametrize(
+    "operation", [Preempt(0, swap=True), Launch(items=((0, 1),)), Admit((Segment(2, 9),), slots=4)]
+)
+def test_what_it_does_not_offer_is_passed_over(operation: Operation) -> None:
+    harness = Harness(build(), audit_interval=1)
+    harness.run([admit(5), Launch(), Retire()])
+    assert harness.perform(operation) == SKIPPED
+    assert not harness.run([Preempt(0), Resume(0, slots=9), Resume(0)])
+    assert harness.counts[Resume] == {"done": 1, "refused": 0, "skipped": 1}
+
+
 def test_evict_takes_what_was_released_first() -> None:
     subject = build()
     run_and_finish(subject, admit(8, source=1))
