@@ -298,7 +298,7 @@ class Engine:
         return Outcome("done", None, request.id)
 
     def _needs(self, pool: BlockPool, request: Request, tokens: int) -> tuple[bool, int]:
-        """Whether growth has to copy the block that it writes into, and how many blocks it takes."""
+        """Whether growth has to copy the block it writes into, and how many blocks it takes."""
         size, table = request.block_size, request.tables[pool.group]
         length = len(request.tokens)
         covered = min(length, len(table) * size)

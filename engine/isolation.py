@@ -30,7 +30,7 @@ class PolicyError(Exception):
         self.message = message
 
 
-class _TookTooLong(BaseException):
+class TookTooLong(BaseException):
     """Raised inside a policy that hangs; not an Exception, so that few catch it."""
 
 
@@ -40,9 +40,9 @@ def call_policy(
     """The policy's plan.  Raises PolicyError if it has none."""
     name = type(policy).__name__
     try:
-        with _TimeLimit(seconds):
+        with TimeLimit(seconds):
             plan = policy.plan(state)
-    except _TookTooLong:
+    except TookTooLong:
         raise PolicyError("hang", f"{name}.plan did not return within {seconds:g} s") from None
     except (Exception, SystemExit) as error:  # even one that ends the process is only wrong
         raise PolicyError(*_diagnosis(name, error)) from error
@@ -86,11 +86,11 @@ def _wrong_type(plan: object) -> str | None:
         return f"{_short(plan)} instead of a Plan"
     for field in ("preempt", "swap"):
         value = getattr(plan, field)
-        if type(value) not in _SEQUENCES or not all([type(number) is int for number in value]):
+        if type(value) not in _SEQUENCES or not all(type(number) is int for number in value):
             return f"a Plan whose {field} is no tuple of requests: {_short(value)}"
     for field in ("run", "reserve"):
         value = getattr(plan, field)
-        if type(value) not in _SEQUENCES or not all([_is_pair(pair) for pair in value]):
+        if type(value) not in _SEQUENCES or not all(_is_pair(pair) for pair in value):
             return f"a Plan whose {field} is no tuple of (request, tokens): {_short(value)}"
     return None
 
@@ -112,7 +112,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "…"
 
 
-class _TimeLimit:
+class TimeLimit:
     """Interrupts the main thread, again and again; elsewhere there is no limit."""
 
     __slots__ = ("_before", "_seconds", "_timer")
@@ -136,7 +136,7 @@ class _TimeLimit:
                 self._before = None
                 if self._timer[0]:  # somebody else's: it goes on with what it had left
                     signal.setitimer(signal.ITIMER_REAL, *self._timer)
-            except _TookTooLong:
+            except TookTooLong:
                 continue  # the time was up just now: the policy has answered, and that counts
 
 
@@ -146,4 +146,4 @@ _set_handler: Callable[..., Any] = getattr(signal.signal, "__wrapped__", signal.
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise _TookTooLong
+    raise TookTooLong

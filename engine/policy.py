@@ -110,12 +110,21 @@ class SchedulerState(Protocol):
     """Blocks that were given back, but that a step in flight still uses: not free yet."""
     free_host_blocks: int
     """Free blocks of swap space."""
-    running: Sequence[RequestState]
-    """By first admission."""
-    preempted: Sequence[RequestState]
-    """Preempted and swapped ones, by arrival."""
-    waiting: Sequence[RequestState]
-    """Never admitted ones, by arrival.  May be long: do not walk it to the end needlessly."""
+
+    @property
+    def running(self) -> Sequence[RequestState]:
+        """By first admission."""
+        ...
+
+    @property
+    def preempted(self) -> Sequence[RequestState]:
+        """Preempted and swapped ones, by arrival."""
+        ...
+
+    @property
+    def waiting(self) -> Sequence[RequestState]:
+        """Never admitted ones, by arrival.  May be long: do not walk it to the end needlessly."""
+        ...
 
     def blocks_for(self, request: RequestState, tokens: int) -> int:
         """Free blocks that it takes to have blocks for the request's first ``tokens`` tokens.

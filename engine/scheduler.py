@@ -192,9 +192,14 @@ class Scheduler:
         emit: Callable[[SchedulerEvent], None] = lambda event: None,
         clock: VirtualClock | None = None,
         cost: CostModel | None = None,
+        on_finished: Callable[[Job], None] = lambda job: None,
         seconds_per_call: float = SECONDS_PER_CALL,
     ) -> None:
-        """``perform`` applies an operation to the cache, and may check what it did."""
+        """``perform`` applies an operation to the cache, and may check what it did.
+
+        ``on_finished`` is called with each request that stops, while it still holds its blocks.
+        """
+        self.on_finished = on_finished
         limits = cache.engine.configuration.scheduling
         if not limits.chunked_prefill and limits.token_budget < limits.max_model_tokens:
             raise ValueError(
@@ -493,6 +498,7 @@ class Scheduler:
         return Outcome("done", count=len(sampled))
 
     def _finish(self, job: Job) -> None:
+        self.on_finished(job)
         request = _cached(job)
         if job.state == "running":
             self._do(Finish(self._running_index(request)))
@@ -653,10 +659,8 @@ class _State:
         return self._count(job, tokens)[0]
 
     def cached_tokens(self, request: RequestState) -> int:
-        scheduler, job = self._job(request)
-        if job.state == "running":
-            return 0
-        return self._count(job, 1)[1]
+        _, job = self._job(request)
+        return 0 if job.state == "running" else self._count(job, 1)[1]
 
     def _count(self, job: Job, tokens: int) -> tuple[int, int]:
         hit = self.hit(job)
@@ -833,7 +837,8 @@ class _Validation:
         if not 1 <= tokens <= pending:
             raise PolicyError(
                 "unready",
-                f"the plan runs {tokens} tokens of request {job.id}, which has {pending} to compute",
+                f"the plan runs {tokens} tokens of request {job.id}, which has {pending} to "
+                "compute",
             )
         if tokens < pending and not self._limits.chunked_prefill:
             raise PolicyError(

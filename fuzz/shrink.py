@@ -167,6 +167,17 @@ class _Search:
             if start < end:
                 self._run_instead(start, end)
             end = min(start, len(self.case.operations)) - 1
+        self._join_iterations()
+
+    def _join_iterations(self) -> None:
+        """Neighbours become one: where not all of a row can be run in one go."""
+        second = len(self.case.operations) - 1
+        while second > 0:
+            operations = self.case.operations
+            joined = _joined(operations[second - 1], operations[second])
+            if joined is not None:
+                self._try(operations=[*operations[: second - 1], joined, *operations[second + 1 :]])
+            second = min(second, len(self.case.operations)) - 1
 
     def _run_instead(self, start: int, end: int) -> None:
         operations = self.case.operations
@@ -221,10 +232,18 @@ class _Search:
                     _cut(operation, rows, block_size, world.block_size)
                     for operation in self.case.operations
                 ]
+                outputs_cut = [
+                    _cut_output(operation, rows, block_size, world.block_size)
+                    for operation in operations
+                ]
                 for blocks in sorted({1, 2, 3, 4, 5, world.blocks}):
                     if block_size <= world.block_size and blocks <= world.blocks:
                         smaller = replace(world, blocks=blocks, block_size=block_size)
                         if self._try(configuration=smaller, operations=operations):
+                            return
+                        if outputs_cut != operations and self._try(
+                            configuration=smaller, operations=outputs_cut
+                        ):
                             return
 
     def _lower_configuration(self) -> None:
@@ -387,6 +406,15 @@ _ITERATIONS = (Schedule, Retire, Run)
 """What a scheduler's iterations are spelled with."""
 
 
+def _joined(first: AnyOperation, second: AnyOperation) -> Run | None:
+    """Both as one, if they are iterations."""
+    if isinstance(first, Schedule) and isinstance(second, Retire):
+        return Run(1)
+    if isinstance(first, Run) and isinstance(second, Run):
+        return Run(first.iterations + second.iterations)
+    return None
+
+
 def _cut(operation: AnyOperation, rows: int, size: int, old_size: int) -> AnyOperation:
     """At most ``rows`` blocks of ``size``; lengths keep their place relative to block edges."""
     if isinstance(operation, Admit | Arrive):
@@ -403,6 +431,17 @@ def _cut(operation: AnyOperation, rows: int, size: int, old_size: int) -> AnyOpe
         items = [(who, _cut_length(many, rows, size, old_size)) for who, many in operation.items]
         return replace(operation, items=tuple(items))
     return operation
+
+
+def _cut_output(operation: AnyOperation, rows: int, size: int, old_size: int) -> AnyOperation:
+    """An arrival whose output is cut as well."""
+    if not isinstance(operation, Arrive):
+        return operation
+    output, longest = (
+        length and _cut_length(length, rows, size, old_size)
+        for length in (operation.output, operation.max_tokens)
+    )
+    return replace(operation, output=output, max_tokens=longest)
 
 
 def _lengthened(operation: AnyOperation, by: Grow | Reserve) -> AnyOperation | None:

@@ -3,9 +3,9 @@
 The same list of operations is log, corpus entry, shrink unit, reproducer and exported test.
 Operations name their target relatively: ``request=k`` is the k-th candidate *modulo their
 number*, where the candidates are the requests that the operation could apply to (running ones
-for grow, decode, reserve, finish, fork and preempt; preempted (and swapped) ones for resume; all live ones for abort), in the
-order of their first admission.  So deleting one operation leaves the others meaningful, and an
-operation without a candidate is skipped and counted, never an error.
+for grow, decode, reserve, finish, fork and preempt; preempted and swapped ones for resume; all
+live ones for abort), in the order of their first admission.  So deleting one operation leaves the
+others meaningful, and an operation without a candidate is skipped and counted, never an error.
 
 Prompts are spelled as segments, not as tokens: see :mod:`kvproof.invariants.prompts`.
 """

@@ -150,4 +150,4 @@ class SchedulingHarness:
 
     def operation_counts(self) -> dict[str, dict[str, int]]:
         """Per operation kind of the scheduler: done, refused, skipped."""
-        return {kind.__name__.lower(): dict(counts) for kind, counts in self.counts.items()}
+        return {kind.__name__.lower(): dict(counts.items()) for kind, counts in self.counts.items()}

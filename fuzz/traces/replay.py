@@ -20,7 +20,7 @@ from kvproof.engine.clock import CostModel, VirtualClock
 from kvproof.engine.eviction import EvictionPolicyFactory, LeastRecentlyUsed
 from kvproof.fuzz.traces.formats import TraceRequest
 from kvproof.fuzz.traces.observer import Observer
-from kvproof.invariants.operations import Abort, Arrive, Finish, Operation, Retire, Schedule
+from kvproof.invariants.operations import Arrive, Operation, Retire, Schedule
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.scheduling.vocabulary import SchedulerEvent
 from kvproof.invariants.subject import Configuration
@@ -60,29 +60,14 @@ class ObservedSubject(SchedulerSubject):
         )
         self.observer = observer
         observer.attach(self.scheduler)
+        self.scheduler.on_finished = observer.on_finished
 
     def connect(self, perform: Perform, hear: Callable[[SchedulerEvent], None]) -> None:
         def heard(event: SchedulerEvent) -> None:
             self.observer.hear(event)
             hear(event)
 
-        super().connect(self._telling(perform), heard)
-
-    def _telling(self, perform: Perform) -> Perform:
-        """TODO: goes away with ``Scheduler(on_finished=…)``."""
-        engine, scheduler = self.scheduler.engine, self.scheduler
-
-        def told(operation: Operation) -> Outcome:
-            if isinstance(operation, Finish):
-                request = engine.running[operation.request]
-                self.observer.on_finished(scheduler.by_cache_id[request.id])
-            elif isinstance(operation, Abort):
-                number = sorted(engine.requests)[operation.request]
-                jobs = scheduler.suspended.values()
-                self.observer.on_finished(next(j for j in jobs if j.cache and j.cache.id == number))
-            return perform(operation)
-
-        return told
+        super().connect(perform, heard)
 
 
 class Replay:

@@ -113,7 +113,8 @@ class PlanRejected(SchedulerEvent, frozen=True, gc=False):
 
     kind: Literal[
         "exception", "hang", "wrong_type", "mutation", "unknown_request", "twice", "unready",
-        "budget", "sequences", "blocks", "watermark", "host_blocks", "chunk", "in_flight", "reserve",
+        "budget", "sequences", "blocks", "watermark", "host_blocks", "chunk", "in_flight",
+        "reserve",
     ]  # fmt: skip
     message: str
     """One sentence that points at the mistake."""

@@ -44,10 +44,10 @@ def _scheduler(policy: str, imports: bool) -> SubjectFactory:
 
 
 def _eviction(policy: str, imports: bool) -> SubjectFactory:
-    from kvproof.stateful_tests.subjects.engine import EngineSubject
+    from kvproof.stateful_tests.subjects.eviction import EvictionPolicySubject
     from kvproof.stateful_tests.subjects.policies import eviction_factory
 
-    return partial(EngineSubject, eviction=eviction_factory(policy, imports=imports))
+    return partial(EvictionPolicySubject, eviction=eviction_factory(policy, imports=imports))
 
 
 _FAMILIES: dict[str, Callable[[str, bool], SubjectFactory]] = {

@@ -29,7 +29,8 @@ def policy_factory(name: str, *, imports: bool = True) -> Callable[[], Scheduler
     if not callable(getattr(policy, "plan", None)):
         raise InputError(f"policy {name!r} has no method plan: see kvproof.engine.policy")
     _made(name, policy)
-    return policy
+    factory: Callable[[], SchedulerPolicy] = policy
+    return factory
 
 
 def eviction_factory(name: str, *, imports: bool = True) -> Callable[[], EvictionPolicy]:
@@ -41,7 +42,8 @@ def eviction_factory(name: str, *, imports: bool = True) -> Callable[[], Evictio
             f"eviction policy {name!r} lacks {', '.join(lacking)}: see kvproof.engine.eviction"
         )
     _made(name, policy)
-    return policy
+    factory: Callable[[], EvictionPolicy] = policy
+    return factory
 
 
 def is_eviction_policy(name: str) -> bool:
@@ -96,7 +98,8 @@ def _file(path: Path) -> ModuleType:
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
