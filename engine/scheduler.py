@@ -232,15 +232,21 @@ class Scheduler:
         self._emit = emit
         self._seconds_per_call = seconds_per_call
 
+    @property
+    def next_finish_ns(self) -> int | None:
+        """Virtual time at which the oldest step in flight ends; None if there is none."""
+        return self._steps[0].finish_ns if self._steps else None
+
     # -- the clients' side -----------------------------------------------------------------------
 
-    def arrive(self, operation: Arrive, arrival_ns: int | None = None) -> Outcome:
+    def arrive(self, operation: Arrive) -> Outcome:
         """A request joins the waiting ones.
 
         Refused at once, with ``larger_than_pool`` or ``larger_than_model``, if it could never run
         to its end (bug B134; survey K17).
         """
-        now = self.clock.now_ns if arrival_ns is None else arrival_ns
+        self.clock.advance_to(operation.at_ns)
+        now = self.clock.now_ns
         job = Job(self.arrivals, operation, now)
         refusal = self._never_fits(job)
         if refusal:

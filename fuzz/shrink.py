@@ -112,6 +112,7 @@ class _Search:
             self._merge_iterations,
             self._merge_growth,
             self._delete_with_blocks,
+            self._loosen_limits,
             self._shrink_the_world,
             self._lower_configuration,
             self._lower_arguments,
@@ -247,7 +248,6 @@ class _Search:
                             return
 
     def _lower_configuration(self) -> None:
-        self._loosen_limits()
         for name, value in asdict(self.case.configuration).items():
             if name in ("kv_bytes_per_token", "scheduling") or isinstance(value, bool):
                 continue
@@ -338,6 +338,10 @@ def _size(case: Case) -> tuple[int, int, str]:
 
 
 def _weight(value: Any) -> int:
+    if isinstance(value, Arrive):
+        # Output tokens weigh more than those of a prompt: each takes an iteration.
+        numbers = 3 * value.output + value.max_tokens + value.priority + value.salt
+        return 1 + _weight(value.prompt) + numbers + (value.at_ns > 0)
     if isinstance(value, Struct):
         return 1 + sum(_weight(getattr(value, name)) for name in value.__struct_fields__)
     if isinstance(value, tuple):
@@ -381,6 +385,10 @@ def _without_priority(operation: AnyOperation) -> AnyOperation:
     return replace(operation, priority=0) if isinstance(operation, Arrive) else operation
 
 
+def _without_times(operation: AnyOperation) -> AnyOperation:
+    return replace(operation, at_ns=0) if isinstance(operation, Arrive) else operation
+
+
 def _without_early_stop(operation: AnyOperation) -> AnyOperation:
     return replace(operation, max_tokens=0) if isinstance(operation, Arrive) else operation
 
@@ -399,6 +407,7 @@ _SIMPLIFICATIONS: tuple[Callable[[AnyOperation], AnyOperation], ...] = (
     _without_items,
     _without_swap,
     _without_priority,
+    _without_times,
     _without_early_stop,
 )
 
@@ -466,6 +475,11 @@ def _simpler(operation: Operation) -> Iterator[Operation]:
     """The operation with one argument lowered."""
     if isinstance(operation, Decode):
         yield Grow(operation.requests[0], choice=operation.choice)
+    if isinstance(operation, Arrive) and operation.output > 1:
+        # A longer prompt takes the same blocks, in one iteration instead of many.
+        *before, last = operation.prompt
+        longer = replace(last, length=last.length + operation.output - 1)
+        yield replace(operation, prompt=(*before, longer), output=1)
     for name in operation.__struct_fields__:
         value = getattr(operation, name)
         for lower in _lower_field(type(operation), name, value):

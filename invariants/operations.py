@@ -173,6 +173,8 @@ class Arrive(Operation, frozen=True, gc=False):
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 22)] = 0
     priority: Index = 0
     salt: Index = 0
+    at_ns: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
+    """Virtual time before which it does not arrive: the clock moves on to it."""
 
 
 class Schedule(Operation, frozen=True, gc=False):

@@ -161,4 +161,8 @@ class Harness:
 
     def operation_counts(self) -> dict[str, dict[str, int]]:
         """Per operation kind: done, refused, skipped."""
-        return {kind.__name__.lower(): dict(counts.items()) for kind, counts in self.counts.items()}
+        return {
+            kind.__name__.lower(): dict(counts.items())
+            for kind, counts in self.counts.items()
+            if kind in self._capable or any(counts.values())
+        }

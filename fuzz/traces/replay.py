@@ -146,7 +146,9 @@ class Replay:
 
     def _step_end_ns(self) -> int:
         """When the oldest step in flight ends."""
-        return self._scheduler._steps[0].finish_ns
+        finish_ns = self._scheduler.next_finish_ns
+        assert finish_ns is not None, "a step is in flight"
+        return finish_ns
 
     def _arrive(self, arrival_ns: int) -> None:
         self._let_time_pass(arrival_ns)
@@ -160,7 +162,10 @@ class Replay:
         request = self._trace[number]
         output = min(request.output_tokens, MAX_TOKENS)
         most = min(max(output, self._max_tokens), MAX_TOKENS)
-        outcome = self._perform(Arrive(request.prompt, output=output, max_tokens=most))
+        arrival = Arrive(
+            request.prompt, output=output, max_tokens=most, at_ns=self._clock.now_ns
+        )
+        outcome = self._perform(arrival)
         if outcome.status == "done":
             self._observer.accepted(number)
         else:
