@@ -172,7 +172,7 @@ def test_counts_are_by_kind_and_status() -> None:
     counts = harness.operation_counts()
     assert counts["grow"] == {"done": 0, "refused": 2, "skipped": 1}
     assert counts["admit"] == {"done": 1, "refused": 0, "skipped": 0}
-    assert set(counts) == set(ALL_KINDS)
+    assert set(counts) == set(KINDS)
 
 
 class RaisesOnGrow(Engine):

@@ -52,9 +52,9 @@ class Found(Struct, frozen=True):
 
 
 @cache
-def checked(subject: str, seed: str = "a") -> Found:
+def checked(subject: str) -> Found:
     """Searched, shrunk, replayed and told, as ``kvproof check`` does it."""
-    found = search(subject, seed, seconds=60, totals=Totals())
+    found = search(subject, "a", seconds=60, totals=Totals())
     assert found is not None
     shrunk = shrink(found.case)
     assert shrunk is not None
@@ -105,12 +105,9 @@ WRONG = (
 )
 
 
-@pytest.mark.parametrize("seed", ["a", "b"])
 @pytest.mark.parametrize(("name", "property", "sentence"), WRONG, ids=lambda value: value[:24])
-def test_a_mistake_is_found_told_and_shrunk(
-    name: str, property: str, sentence: str, seed: str
-) -> None:
-    found = checked(f"scheduler:{EXAMPLES / name}", seed)
+def test_a_mistake_is_found_told_and_shrunk(name: str, property: str, sentence: str) -> None:
+    found = checked(f"scheduler:{EXAMPLES / name}")
     assert found.violation.property == property
     assert re.search(sentence, found.violation.message)
     assert re.search(sentence, found.explanation.replace("\n", " "))
@@ -218,23 +215,21 @@ def test_a_case_replays_to_the_same_digest_in_a_fresh_process(tmp_path: Path) ->
 
 
 def test_a_built_in_policys_case_replays_without_ado(tmp_path: Path) -> None:
-    case = Case("scheduler:fcfs", Configuration(), [*checked(_edge()).case.operations])
+    operations = checked(f"scheduler:{EXAMPLES / EDGE}").case.operations
+    case = Case("scheduler:fcfs", Configuration(), operations)
     save_case(case, tmp_path / "case.json")
     replayed = replay(load_case(tmp_path / "case.json"), imports=False)
     assert replayed.verdict == "pass"
 
 
-def _edge() -> str:
-    return f"scheduler:{EXAMPLES / EDGE}"
-
-
 def test_a_case_may_not_import_the_policy_that_it_names(tmp_path: Path) -> None:
     """Somebody sends a case: it must not run code of its choice."""
     found, case, *_ = _exported(tmp_path)
-    with pytest.raises(InputError, match=r"no part of kvproof: say --policy .* to import it"):
+    with pytest.raises(InputError, match=r"no part of kvproof: say --subject"):
         replay(found.case, imports=False)
     refused = _kvproof("replay", str(case), cwd=tmp_path)
     assert refused.returncode == 2
+    assert "no part of kvproof" in refused.stderr
     assert "Traceback" not in refused.stderr
     allowed = _kvproof("replay", str(case), "--subject", found.case.subject, cwd=tmp_path)
     assert allowed.returncode == 1
@@ -242,7 +237,8 @@ def test_a_case_may_not_import_the_policy_that_it_names(tmp_path: Path) -> None:
 
 
 def _kvproof(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return _python("-m", "kvproof.fuzz.cli.app", *arguments, cwd=cwd)
+    code = "import sys; sys.argv[0] = 'kvproof'; from kvproof.fuzz.cli import main; main()"
+    return _python("-c", code, *arguments, cwd=cwd)
 
 
 # -- what is no policy -----------------------------------------------------------------------------

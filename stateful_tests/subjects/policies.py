@@ -12,7 +12,7 @@ from typing import Any
 
 from kvproof.engine.eviction import EvictionPolicy
 from kvproof.engine.policies import POLICIES, POLICY_NAMES
-from kvproof.engine.policy import SchedulerPolicy
+from kvproof.engine.policy import Promises, SchedulerPolicy
 from kvproof.invariants.errors import InputError
 
 _EVICTION_METHODS = ("insert", "remove", "victim", "__iter__", "__len__")
@@ -28,7 +28,12 @@ def policy_factory(name: str, *, imports: bool = True) -> Callable[[], Scheduler
     policy = imported_class(name, imports=imports)
     if not callable(getattr(policy, "plan", None)):
         raise InputError(f"policy {name!r} has no method plan: see kvproof.engine.policy")
-    _made(name, policy)
+    promises = getattr(_made(name, policy), "promises", Promises())
+    if not isinstance(promises, Promises):
+        raise InputError(
+            f"policy {name!r} promises {promises!r}, which is no Promises: see "
+            "kvproof.engine.policy"
+        )
     factory: Callable[[], SchedulerPolicy] = policy
     return factory
 
@@ -61,8 +66,8 @@ def imported_class(name: str, *, imports: bool = True) -> Any:
         )
     if not imports:
         raise InputError(
-            f"the case is of policy {name!r}, which is no part of kvproof: say --policy {name} "
-            "to import it"
+            f"the case is of policy {name!r}, which is no part of kvproof: say --subject, with the "
+            "subject that the case names, to import it"
         )
     try:
         module = _file(Path(place)) if place.endswith(".py") else _module(place)
@@ -73,10 +78,10 @@ def imported_class(name: str, *, imports: bool = True) -> Any:
         ) from None
 
 
-def _made(name: str, policy: Callable[[], object]) -> None:
+def _made(name: str, policy: Callable[[], object]) -> object:
     """A class that cannot be called without arguments is bad input, not a finding."""
     try:
-        policy()
+        return policy()
     except (Exception, SystemExit) as error:
         raise InputError(
             f"policy {name!r} cannot be made: {type(error).__name__}: {error}"
