@@ -6,6 +6,7 @@ of that may take the scheduler down, nor pass unnoticed.
 
 from __future__ import annotations
 
+import importlib
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -125,7 +126,7 @@ class TimeLimit:
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread() and _HAS_TIMER:
             # None if the handler was not set from Python: then it cannot be put back.
-            self._before = _set_handler(signal.SIGALRM, _interrupt) or signal.SIG_DFL
+            self._before = _set_handler(signal.SIGALRM, _interrupt) or int(signal.SIG_DFL)
             self._timer = signal.setitimer(signal.ITIMER_REAL, self._seconds, 0.05)
 
     def __exit__(self, *_: object) -> None:
@@ -141,7 +142,9 @@ class TimeLimit:
 
 
 _HAS_TIMER = hasattr(signal, "setitimer")
-_set_handler: Callable[..., Any] = getattr(signal.signal, "__wrapped__", signal.signal)
+_set_handler: Callable[..., Any] = getattr(
+    importlib.import_module("_signal"), "signal", signal.signal
+)
 """Without the conversions to enum members, which cost more than all the rest of a call."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from statistics import median
 
 import numpy as np
@@ -57,7 +58,7 @@ def complaint(detection: Detection) -> str:
 
 
 class CleanRun(Struct, frozen=True):
-    """The unmodified engine under the same search."""
+    """The unmodified subjects under the same search."""
 
     ops: int
     violations: int
@@ -129,12 +130,13 @@ def _search_once(fault: Fault, seed: str, seconds: float) -> _Trial:
     )
 
 
-def run_clean(seed: str, ops: int) -> CleanRun:
-    """The unmodified engine, for at least so many operations."""
+def run_clean(seed: str, ops: int, subjects: Sequence[str] = ("engine",)) -> CleanRun:
+    """The unmodified engine, or these subjects in turn, for at least so many operations."""
     totals = Totals()
     number = violations = 0
     while totals.ops < ops:
-        found = search("engine", f"{seed}/{number}", seconds=600, totals=totals, runs_max=50)
+        subject = subjects[number % len(subjects)]
+        found = search(subject, f"{seed}/{number}", seconds=600, totals=totals, runs_max=50)
         violations += found is not None
         number += 1
     return CleanRun(totals.ops, violations + len(totals.problems))

@@ -85,9 +85,7 @@ def draw_operations(
 class _Arguments:
     """Draws the arguments of operations, with this run's fondnesses."""
 
-    def __init__(
-        self, rng: Random, configuration: Configuration, features: frozenset[str]
-    ) -> None:
+    def __init__(self, rng: Random, configuration: Configuration, features: frozenset[str]) -> None:
         self._rng = rng
         self._size = configuration.block_size
         self._blocks = configuration.blocks

@@ -18,7 +18,6 @@ from kvproof.invariants.checker import Checker, CheckerError
 from kvproof.invariants.checks import CHECKS
 from kvproof.invariants.events import Event
 from kvproof.invariants.operations import (
-    ALL_KINDS,
     KINDS,
     Abort,
     Admit,

@@ -25,6 +25,7 @@ from kvproof.fuzz.shrink import shrink
 from kvproof.invariants.case import Case, load_case, save_case
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.operations import Arrive, Run
+from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.story import explain
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Violation
@@ -214,6 +215,17 @@ def test_a_case_replays_to_the_same_digest_in_a_fresh_process(tmp_path: Path) ->
     assert result.stdout.split() == [found.replayed.digest, "fail", str(found.replayed.ops)]
 
 
+def test_a_case_whose_budget_holds_no_whole_prefill_is_bad_input(tmp_path: Path) -> None:
+    limits = Limits(chunked_prefill=False, token_budget=8, max_model_tokens=9)
+    path = tmp_path / "case.json"
+    save_case(Case("scheduler:fcfs", Configuration(scheduling=limits), [Run(1)]), path)
+    with pytest.raises(InputError, match=r"without chunked prefill the token budget \(8\) must"):
+        replay(load_case(path))
+    limits = Limits(chunked_prefill=False, token_budget=9, max_model_tokens=9)
+    save_case(Case("scheduler:fcfs", Configuration(scheduling=limits), [Run(1)]), path)
+    assert replay(load_case(path)).verdict == "pass"
+
+
 def test_a_built_in_policys_case_replays_without_ado(tmp_path: Path) -> None:
     operations = checked(f"scheduler:{EXAMPLES / EDGE}").case.operations
     case = Case("scheduler:fcfs", Configuration(), operations)
@@ -365,7 +377,7 @@ def test_each_run_has_a_policy_of_its_own() -> None:
 
 # -- eviction policies -----------------------------------------------------------------------------
 
-EVICTION_MODULE = '''"""First in, first out, which is what the engine does by default, too; and worse."""
+EVICTION_MODULE = '''"""First in, first out, as the engine does it by default; and worse."""
 
 from collections import deque
 

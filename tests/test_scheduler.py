@@ -15,6 +15,7 @@ from kvproof.engine.clock import CostModel, VirtualClock
 from kvproof.engine.policies import policy_by_name
 from kvproof.engine.policy import Limits, Plan, SchedulerPolicy, SchedulerState
 from kvproof.engine.scheduler import SchedulerError
+from kvproof.invariants.errors import InputError
 from kvproof.invariants.events import Event, StepLaunched
 from kvproof.invariants.operations import Abort, Arrive, Operation, Retire, Run, Schedule, Segment
 from kvproof.invariants.outcomes import (
@@ -191,7 +192,7 @@ def test_all_that_decode_get_a_token_in_each_iteration() -> None:
     ],
 )
 def test_a_finished_requests_slot_is_reused_in_the_next_iteration(
-    narrow: dict[str, int], policy: str
+    narrow: dict[str, Any], policy: str
 ) -> None:
     """The chapter's chain: the short one ends, its slot is taken, the long one goes on."""
     world = World(policy=policy_by_name(policy), prefix_caching=False, **narrow)
@@ -458,7 +459,7 @@ def test_whole_prefills_wait_for_the_budget() -> None:
 
 
 def test_whole_prefills_need_a_budget_for_the_longest_request() -> None:
-    with pytest.raises(ValueError, match=r"budget \(11\) must hold the longest request \(12 tok"):
+    with pytest.raises(InputError, match=r"budget \(11\) must hold the longest request \(12 tok"):
         World(chunked_prefill=False, token_budget=11, max_model_tokens=12)
 
 
@@ -576,12 +577,14 @@ def test_steps_in_flight_take_their_time_one_after_another() -> None:
     assert [world.retire().now_ns for _ in range(2)] == [140, 241]
 
 
-def test_an_arrival_may_be_of_an_earlier_time_than_now() -> None:
-    world = World(run((0, 4)), checked=False)
-    world.clock.advance(500)
-    world.scheduler.arrive(Arrive((Segment(0, 4),), 2), arrival_ns=200)
-    world.do(Schedule())
-    assert world.scheduler.request_metrics(0)["queue_time_ns"] == 300
+def test_an_arrival_is_not_before_its_time() -> None:
+    world = World(run((0, 4)), run((0, 1)))
+    world.arrive(4, output=2, at_ns=500)
+    assert world.clock.now_ns == 500, "the clock moves on to it"
+    world.step()
+    assert world.subject.state_view.request_metrics(0)["queue_time_ns"] == 0
+    world.arrive(4, at_ns=200)
+    assert world.scheduler.jobs[1].arrival_ns == world.clock.now_ns == 640, "and never back"
 
 
 def test_figures_count_what_happened() -> None:

@@ -63,7 +63,8 @@ def detect(
             bar.update(index, fault.id)
             detections.append(detect_fault(fault, seed=seed, seeds=seeds, seconds=seconds))
         bar.update(len(faults), "unmodified engine")
-        clean = run_clean(f"{seed}/clean", clean_ops)
+        subjects = list(dict.fromkeys(fault.subject for fault in faults))
+        clean = run_clean(f"{seed}/clean", clean_ops, subjects)
     good = clean.violations == 0 and not any(complaint(d) for d in detections)
     if as_json:
         print_json(

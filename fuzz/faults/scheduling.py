@@ -462,7 +462,7 @@ def cached_free_hits_count_as_free(
     "run",
     property="PLAN",
     source="B148, NVIDIA/TensorRT-LLM#12665",
-    shortest=4,
+    shortest=3,
 )
 def decodes_cost_no_budget(
     original: Replacement, self: Draft, request: RequestState, **how: Any
@@ -550,7 +550,8 @@ def queue_time_restarts_on_resume(
 )
 def preempted_requests_do_not_wait(original: Replacement, self: Scheduler) -> dict[str, int]:
     """The figure of waiting requests is taken from one queue, and leaves out the preempted."""
-    return original(self) | {"waiting_sequences": len(self.waiting)}
+    figures: dict[str, int] = original(self)
+    return figures | {"waiting_sequences": len(self.waiting)}
 
 
 FAULTS: tuple[Fault, ...] = tuple(_FAULTS)

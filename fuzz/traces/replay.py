@@ -162,9 +162,7 @@ class Replay:
         request = self._trace[number]
         output = min(request.output_tokens, MAX_TOKENS)
         most = min(max(output, self._max_tokens), MAX_TOKENS)
-        arrival = Arrive(
-            request.prompt, output=output, max_tokens=most, at_ns=self._clock.now_ns
-        )
+        arrival = Arrive(request.prompt, output=output, max_tokens=most, at_ns=self._clock.now_ns)
         outcome = self._perform(arrival)
         if outcome.status == "done":
             self._observer.accepted(number)

@@ -8,6 +8,7 @@ from kvproof.engine.clock import CostModel, VirtualClock
 from kvproof.engine.eviction import EvictionPolicyFactory, LeastRecentlyUsed
 from kvproof.engine.policy import SchedulerPolicy
 from kvproof.engine.scheduler import Scheduler
+from kvproof.invariants.errors import InputError
 from kvproof.invariants.events import Event
 from kvproof.invariants.operations import (
     SCHEDULER_KINDS,
@@ -77,14 +78,17 @@ class SchedulerSubject:
         self._perform: Callable[[Operation], Outcome] = self.cache.apply
         self._hear: Callable[[SchedulerEvent], None] = lambda event: None
         self._events: list[Event] = []
-        self.scheduler = Scheduler(
-            self.cache,
-            instance,
-            perform=lambda operation: self._perform(operation),
-            emit=self._emit,
-            clock=clock,
-            cost=cost,
-        )
+        try:
+            self.scheduler = Scheduler(
+                self.cache,
+                instance,
+                perform=lambda operation: self._perform(operation),
+                emit=self._emit,
+                clock=clock,
+                cost=cost,
+            )
+        except ValueError as error:  # limits that contradict each other, in a case of somebody's
+            raise InputError(str(error)) from None
         self.state_view = SchedulerStateView(self.scheduler)
         self._handlers: dict[type[Operation], Callable[..., Outcome]] = {
             Arrive: self.scheduler.arrive,
