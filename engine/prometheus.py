@@ -18,7 +18,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from kvproof.engine.clock import NS_PER_S
-from kvproof.engine.scheduler import Job, Scheduler, job_times
+from kvproof.engine.job import Job, job_times
+from kvproof.engine.scheduler import Scheduler
 
 PREFIX = "kvproof_"
 

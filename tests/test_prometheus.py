@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry, generate_latest  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
 from kvproof.engine.clock import NS_PER_S  # noqa: E402
+from kvproof.engine.job import Job, job_times  # noqa: E402
 from kvproof.engine.policies import FirstComeFirstServed  # noqa: E402
 from kvproof.engine.prometheus import COUNTERS, GAUGES, HISTOGRAMS, export  # noqa: E402
-from kvproof.engine.scheduler import Job, job_times  # noqa: E402
 from kvproof.invariants.operations import Arrive, Retire, Schedule, Segment  # noqa: E402
 from kvproof.invariants.subject import Configuration  # noqa: E402
 from kvproof.stateful_tests.subjects.scheduler import SchedulerSubject  # noqa: E402

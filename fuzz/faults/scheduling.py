@@ -13,8 +13,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvproof.engine import scheduler as scheduler_module
+from kvproof.engine import scheduler_state
 from kvproof.engine.engine import Engine
+from kvproof.engine.job import Job
 from kvproof.engine.policies import fcfs as fcfs_module
 from kvproof.engine.policies.fcfs import FirstComeFirstServed
 from kvproof.engine.policies.guaranteed_no_evict import GuaranteedNoEvict
@@ -23,7 +24,7 @@ from kvproof.engine.policies.orca import Orca
 from kvproof.engine.policies.priority import StrictPriority
 from kvproof.engine.policy import Draft, Plan, RequestState, SchedulerState
 from kvproof.engine.request import Request
-from kvproof.engine.scheduler import Job, Scheduler
+from kvproof.engine.scheduler import Scheduler
 from kvproof.fuzz.faults.fault import Fault, Replacement
 from kvproof.invariants.outcomes import LARGER_THAN_POOL, Outcome
 
@@ -119,7 +120,7 @@ def latest_is_preempted_not_least_urgent(
 
 @_fault(
     "fcfs",
-    scheduler_module._State,
+    scheduler_state.State,
     "cached_tokens",
     property="PLAN",
     source="B68, GeeeekExplorer/nano-vllm#211",
@@ -346,7 +347,7 @@ def batch_leaves_together(
 
 @_fault(
     "fcfs",
-    scheduler_module,
+    scheduler_state,
     "_running_state",
     property="BATCH",
     source="B144, PaddlePaddle/FastDeploy#3288",
@@ -509,7 +510,7 @@ def watermark_ignored(original: Replacement, self: Scheduler) -> Outcome:
 
 @_fault(
     "fcfs",
-    scheduler_module,
+    scheduler_state,
     "_running_state",
     property="PLAN",
     source="B146, vllm-project/vllm#10730",

@@ -14,7 +14,8 @@ import numpy as np
 from msgspec import Struct
 
 from kvproof.engine.clock import NS_PER_S
-from kvproof.engine.scheduler import Job, Scheduler
+from kvproof.engine.job import Job
+from kvproof.engine.scheduler import Scheduler
 from kvproof.fuzz.traces.figures import (
     NO_HOST_TIER,
     KvUse,
