@@ -7,9 +7,14 @@ of that may take the scheduler down, nor pass unnoticed.
 from __future__ import annotations
 
 import importlib
+import inspect
+import os
+import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from itertools import takewhile
 from pathlib import Path
 from traceback import extract_tb
@@ -41,11 +46,14 @@ def call_policy(
     """The policy's plan.  Raises PolicyError if it has none."""
     name = type(policy).__name__
     try:
-        with TimeLimit(seconds):
+        # What it prints must not get into what kvproof prints.
+        with redirect_stdout(sys.stderr), TimeLimit(seconds):
             plan = policy.plan(state)
     except TookTooLong:
         raise PolicyError("hang", f"{name}.plan did not return within {seconds:g} s") from None
-    except (Exception, SystemExit) as error:  # even one that ends the process is only wrong
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # even one that would end the process is only wrong
         raise PolicyError(*_diagnosis(name, error)) from error
     complaint = _wrong_type(plan)
     if complaint:
@@ -60,8 +68,9 @@ def _diagnosis(name: str, error: BaseException) -> tuple[str, str]:
     frame = (own or frames)[-1]
     place = f"{Path(frame.filename).name}:{frame.lineno}"
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = _without_addresses(text)
     if _is_mutation(error):
-        return "mutation", f"{name}.plan tried to change what it was given: {text} ({place})"
+        return "mutation", f"{name}.plan tried to change what it must not: {text} ({place})"
     return "exception", f"{name}.plan raised {text} ({place})"
 
 
@@ -83,7 +92,10 @@ _MUTATORS = ("append", "clear", "extend", "insert", "pop", "popleft", "remove", 
 
 def _wrong_type(plan: object) -> str | None:
     """What is wrong with the shape of a plan; msgspec does not look when a struct is made."""
-    if type(plan) is not Plan:
+    if inspect.iscoroutine(plan):
+        plan.close()
+        return "a coroutine instead of a Plan: plan must not be async"
+    if not isinstance(plan, Plan):
         return f"{_short(plan)} instead of a Plan"
     for field in ("preempt", "swap"):
         value = getattr(plan, field)
@@ -110,7 +122,13 @@ def _short(value: object) -> str:
         text = repr(value)
     except Exception:  # even that is the user's code
         text = f"a {type(value).__name__}"
+    text = _without_addresses(text)
     return text if len(text) <= 80 else text[:77] + "…"
+
+
+def _without_addresses(text: str) -> str:
+    """Addresses of objects differ from run to run, and would make digests differ."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
 class TimeLimit:
@@ -124,6 +142,8 @@ class TimeLimit:
         self._timer = (0.0, 0.0)
 
     def __enter__(self) -> None:
+        global _swallowed
+        _swallowed = 0
         if threading.current_thread() is threading.main_thread() and _HAS_TIMER:
             # None if the handler was not set from Python: then it cannot be put back.
             self._before = _set_handler(signal.SIGALRM, _interrupt) or int(signal.SIG_DFL)
@@ -148,5 +168,22 @@ _set_handler: Callable[..., Any] = getattr(
 """Without the conversions to enum members, which cost more than all the rest of a call."""
 
 
+_INTERRUPTS_MAX = 40
+"""Interrupts, 50 ms apart, that a policy may swallow before kvproof gives up on it."""
+EXIT_HANG = 1
+_swallowed = 0
+
+
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    global _swallowed
+    _swallowed += 1
+    if _swallowed > _INTERRUPTS_MAX:
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "somewhere"
+        print(
+            f"kvproof: the policy hangs at {place} and swallows every interrupt: it cannot be "
+            "stopped, so the check ends here",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(EXIT_HANG)
     raise TookTooLong

@@ -165,7 +165,7 @@ class Validation:
         floor = self._limits.watermark_blocks if admissions else 0
         if needed > free + freed - floor:
             kind = "blocks" if needed > free + freed else "watermark"
-            raise PolicyError(kind, self._too_many(needs, needed, freed, floor))
+            raise PolicyError(kind, self._too_many(needs, needed, freed, floor, bool(victims)))
 
     def _admission(self, job: Job, tokens: int, reserve: Mapping[int, int], preempts: bool) -> int:
         hit = self._state.hit(job)
@@ -175,7 +175,9 @@ class Validation:
             return blocks_needed(slots, self._state.block_size)
         return hit.blocks_for(slots, self._state.block_size)
 
-    def _too_many(self, needs: list[tuple[int, int]], needed: int, freed: int, floor: int) -> str:
+    def _too_many(
+        self, needs: list[tuple[int, int]], needed: int, freed: int, floor: int, preempts: bool
+    ) -> str:
         state = self._state
         each = ", ".join([f"{blocks} for r{number}" for number, blocks in needs if blocks])
         free = f"{state.free_blocks} are free"
@@ -185,4 +187,5 @@ class Validation:
             free += f" and {freed} become free by preemption"
         if floor:
             free += f", of which {floor} must stay free (the watermark)"
-        return f"the plan needs {needed} blocks ({each}), but {free}"
+        without = ", counted without prefix hits, because it preempts" if preempts else ""
+        return f"the plan needs {needed} blocks ({each}{without}), but {free}"

@@ -22,8 +22,10 @@ Write a class with a ``plan`` method, and check it with ``kvproof check --policy
 A :class:`Draft` keeps the contract for you; a policy may as well do its own arithmetic and return
 a :class:`Plan` that it made itself.  The scheduler checks each plan before it applies any of it.
 
-A policy may keep state of its own between calls.  It must be deterministic: no clock, no
-unseeded random numbers.  It is called once an iteration, and given one second.
+A policy may keep state of its own between calls.  It must be deterministic: no clock but
+``now_ns``, no unseeded random numbers, no order of sets, no state of the module or the class.  It
+is called once an iteration, and given one second.  It may run nothing for up to seven iterations in
+a row while nothing is in flight (time passes meanwhile); then that counts as a stall.
 """
 
 from __future__ import annotations
@@ -36,7 +38,6 @@ from msgspec import Struct
 from kvproof.invariants.scheduling.vocabulary import (
     Limits,
     Plan,
-    PreemptionMode,
     Promises,
     QueueState,
 )
@@ -45,7 +46,6 @@ __all__ = [
     "Draft",
     "Limits",
     "Plan",
-    "PreemptionMode",
     "Promises",
     "QueueState",
     "RequestState",
@@ -109,7 +109,7 @@ class SchedulerState(Protocol):
     fenced_blocks: int
     """Blocks that were given back, but that a step in flight still uses: not free yet."""
     free_host_blocks: int
-    """Free blocks of swap space."""
+    """Free blocks of swap space; a swap takes as many as the computed tokens fill."""
 
     @property
     def running(self) -> Sequence[RequestState]:
@@ -131,7 +131,8 @@ class SchedulerState(Protocol):
 
         Exact for each request by itself: beside new blocks, those of its prefix hit that are free
         now (cached-free) are taken out of the free ones.  Several requests together never take
-        more than the sum.
+        more than the sum.  In an iteration that preempts, a plan's admissions are counted without
+        their hits, as ``ceil(tokens / block_size)``: those may be on the blocks given back.
         """
         ...
 
@@ -154,7 +155,8 @@ class SchedulerState(Protocol):
 class Draft:
     """A plan in the making, which never exceeds what is there.
 
-    Methods answer whether the thing fits, and change nothing if it does not.
+    Methods answer whether the thing fits, and change nothing if it does not (but for
+    ``run_preempting``, which may have preempted somebody).
     """
 
     def __init__(self, state: SchedulerState) -> None:
@@ -276,11 +278,12 @@ class Draft:
         """
         if self.admits or request.state != "running" or self._is_out(request):
             return False
-        if request.in_flight or request.held_blocks > self._free_host_blocks:
+        needed = -(-request.computed_tokens // self._block_size)
+        if request.in_flight or needed > self._free_host_blocks:
             return False
         self._give_up(request)
         self._swap[request.id] = None
-        self._free_host_blocks -= request.held_blocks
+        self._free_host_blocks -= needed
         return True
 
     def _give_up(self, request: RequestState) -> None:
@@ -308,7 +311,7 @@ class Draft:
         """
         if not request.pending_tokens or self.tokens_left < 1 or self._is_out(request):
             return False
-        if request.id in self._run:
+        if request.state != "running" or request.id in self._run:
             return False
         while not self.run(request):
             if self._coming_blocks or not self._wants_blocks(request):
@@ -331,9 +334,11 @@ class Draft:
         room = request.held_blocks * self._block_size - request.computed_tokens
         return count > room + self.free_blocks * self._block_size
 
-    def _latest(self, after: RequestState, order: Sequence[RequestState]) -> RequestState | None:
+    def _latest(
+        self, after: RequestState | None, order: Sequence[RequestState]
+    ) -> RequestState | None:
         for request in reversed(order):
-            if request.id == after.id:
+            if after is not None and request.id == after.id:
                 return None
             if not self._is_out(request):
                 return request
@@ -344,10 +349,7 @@ class Draft:
 
         With ``after``, only one that was admitted after that request.  False if there is none.
         """
-        running = self.state.running
-        victim = self._latest(after, running) if after is not None else None
-        if after is None:
-            victim = next((r for r in reversed(running) if not self._is_out(r)), None)
+        victim = self._latest(after, self.state.running)
         return victim is not None and self.preempt(victim)
 
     def plan(self) -> Plan:
@@ -367,7 +369,6 @@ class SchedulerPolicy(Protocol):
     def plan(self, state: SchedulerState) -> Plan:
         """Decide one iteration.
 
-        May also have a class attribute ``promises`` (a :class:`Promises`), which is checked, and
-        ``name``.
+        May also have a class attribute ``promises`` (a :class:`Promises`), which is checked.
         """
         ...

@@ -68,7 +68,7 @@ from kvproof.invariants.scheduling.vocabulary import (
 
 _by_id = attrgetter("id")
 _RETIRE = Retire()
-_REMEMBERED_HITS = 64
+_REMEMBERED_HITS = 1 << 14
 CHOICE = 0
 """All requests sample alike (greedily): equal sequences continue equally."""
 
@@ -225,15 +225,15 @@ class Scheduler:
         state = State(self)
         try:
             plan = call_policy(self.policy, state, self._seconds_per_call)
-            for request, tokens, blocks, cached in state.counted:
-                self._emit(BlocksCounted(request, tokens, blocks, cached))
+            for request, tokens, blocks, cached_tokens in state.looked_up()[0]:
+                self._emit(BlocksCounted(request, tokens, blocks, cached_tokens))
             Validation(self, state).check(plan)
         except PolicyError as error:
             self._emit(PlanRejected(error.kind, error.message, state.summary()))  # type: ignore[arg-type]
             return Outcome("refused", POLICY_FAILED)
         finally:
             state.close()
-        return self._apply(plan, state.hits)
+        return self._apply(plan, state.looked_up()[1])
 
     def _apply(self, plan: Plan, hits: Mapping[int, Hit]) -> Outcome:
         for number in plan.preempt:
@@ -254,6 +254,9 @@ class Scheduler:
         self._admit_all(admissions, dict(plan.reserve), running, hits)
         parts, outcome = self._launch(plan.run) if plan.run else ((), None)
         self.iterations += 1
+        if not self._steps:
+            # Nothing runs: time passes all the same, for a policy that waits for it.
+            self.clock.advance(self.cost.step_ns)
         self._emit(
             Scheduled(
                 self.iterations - 1,
@@ -331,6 +334,7 @@ class Scheduler:
             del self.suspended[job.id]
             self.resumptions += 1
         job.state = "running"
+        self._hits.pop(job.id, None)  # it will have other tokens when it asks again
         self.by_cache_id[job.cache.id] = job
 
     def hit_of(self, job: Job) -> Hit:
@@ -339,8 +343,8 @@ class Scheduler:
         known = self._hits.get(job.id)
         if known is not None and known[0] == generation:
             return known[1]
-        if len(self._hits) > _REMEMBERED_HITS:
-            self._hits.clear()
+        if len(self._hits) >= _REMEMBERED_HITS:
+            del self._hits[next(iter(self._hits))]
         found = self._look_up(job)
         self._hits[job.id] = generation, found
         return found

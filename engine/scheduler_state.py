@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, overload
@@ -52,8 +52,8 @@ class State:
         engine, configuration = scheduler.engine, scheduler.configuration
         set_ = object.__setattr__
         set_(self, "_scheduler", scheduler)
-        set_(self, "counted", [])
-        set_(self, "hits", {})
+        set_(self, "_asked", {})
+        set_(self, "_hits", {})
         set_(self, "iteration", scheduler.iterations)
         set_(self, "now_ns", scheduler.clock.now_ns)
         set_(self, "limits", scheduler.limits)
@@ -76,8 +76,8 @@ class State:
         set_(self, "waiting", Waiting(scheduler.waiting))
 
     _scheduler: Scheduler | None
-    hits: dict[int, Hit]
-    counted: list[tuple[int, int, int, int]]
+    _hits: dict[int, Hit]
+    _asked: dict[tuple[int, int, int, int], None]
     """What the policy asked about requests that wait: (request, tokens, blocks, cached tokens)."""
     iteration: int
     now_ns: int
@@ -106,6 +106,8 @@ class State:
         return scheduler, scheduler.jobs[request.id]
 
     def blocks_for(self, request: RequestState, tokens: int) -> int:
+        if type(tokens) is not int:
+            raise TypeError(f"blocks_for takes a whole number of tokens, not {tokens!r}")
         scheduler, job = self._job(request)
         if job.state == "running":
             held = len(cached(job).tables[0])
@@ -120,21 +122,24 @@ class State:
         hit = self.hit(job)
         blocks = hit.blocks_for(tokens, self.block_size)
         answer = (job.id, tokens, blocks, hit.cached_tokens)
-        if answer not in self.counted:
-            self.counted.append(answer)
+        self._asked[answer] = None
         return blocks, hit.cached_tokens
 
     def hit(self, job: Job) -> Hit:
         """Looked up once: nothing changes while a plan is made and checked."""
-        found = self.hits.get(job.id)
+        found = self._hits.get(job.id)
         if found is None:
             assert self._scheduler is not None
-            found = self.hits[job.id] = self._scheduler.hit_of(job)
+            found = self._hits[job.id] = self._scheduler.hit_of(job)
         return found
 
     def blocks_freed(self, request: RequestState) -> int:
         scheduler, job = self._job(request)
         return scheduler.engine.blocks_freed(cached(job)) if job.state == "running" else 0
+
+    def looked_up(self) -> tuple[Iterable[tuple[int, int, int, int]], dict[int, Hit]]:
+        """For the scheduler: what the policy asked, and the hits that it was told of."""
+        return self._asked, self._hits
 
     def draft(self) -> Draft:
         return Draft(self)
@@ -152,11 +157,14 @@ class State:
                 f"tokens, {request.computed_tokens} computed, {request.held_blocks} blocks)"
             )
 
+        limits = self.limits
         requests = [*self.running, *self.preempted, *islice(self.waiting, 4)]
         return (
-            f"iteration {self.iteration}: {self.free_blocks} of {self.total_blocks} blocks of "
-            f"{self.block_size} free ({self.cached_free_blocks} of them cached), budget "
-            f"{self.limits.token_budget}, {len(self.waiting)} waiting; "
+            f"iteration {self.iteration}: {self.free_blocks} of {self.total_blocks} blocks free "
+            f"(block size {self.block_size}; {self.cached_free_blocks} of them cached), token "
+            f"budget {limits.token_budget}, at most {self.max_sequences} running, watermark "
+            f"{limits.watermark_blocks}, chunked prefill "
+            f"{'on' if limits.chunked_prefill else 'off'}; {len(self.waiting)} waiting; "
             + ", ".join([told(request) for request in requests[:8]])
         )
 

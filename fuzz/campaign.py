@@ -13,6 +13,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
+from kvproof.fuzz.faults import fault_by_id
 from kvproof.fuzz.replay import first_violation, installed, replay
 from kvproof.fuzz.search import search
 from kvproof.fuzz.shrink import shrink
@@ -74,6 +75,7 @@ def check_subject(
     Raises InputError if there is no such subject or fault, or if it is not installed.
     """
     factory = subject_factory(subject)
+    calls = fault_by_id(fault).calls() if fault else 0
     started = time.perf_counter()
     loop, machine = Totals(), Totals()
 
@@ -96,14 +98,18 @@ def check_subject(
         total.goals,
         checked=total.checked,
         failed=finding is not None,
-        problems=tuple(_problems(total, machine)),
+        problems=tuple(_problems(total, machine, subject, fault, calls)),
     )
     reasons = () if finding else judgement.reasons
     return Report(subject, seed, judgement.verdict, reasons, loop, machine, total, finding)
 
 
-def _problems(total: Totals, machine: Totals) -> Iterator[str]:
+def _problems(
+    total: Totals, machine: Totals, subject: str, fault: str | None, calls: int
+) -> Iterator[str]:
     yield from total.problems
+    if fault is not None and fault_by_id(fault).calls() == calls:
+        yield f"the planted fault {fault} was never reached: {subject} does not do what it breaks"
     if not machine.runs:
         yield "there was no time left for the Hypothesis machine"
 

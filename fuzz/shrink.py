@@ -7,7 +7,9 @@ Every replay is audited at each operation, so that the case ends at the operatio
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from msgspec import Struct
@@ -38,6 +40,7 @@ from kvproof.invariants.verdict import Violation, primary
 from kvproof.stateful_tests.subjects import subject_factory
 
 REPLAYS_MAX = 6000
+SECONDS_MAX = 60.0
 _SHORT = 8
 """A longer result is searched for once more, the other way round."""
 _PAIRS_UP_TO = 24
@@ -52,11 +55,19 @@ class Shrunk(Struct, frozen=True):
     replays: int
 
 
-def shrink(case: Case, *, replays_max: int = REPLAYS_MAX, imports: bool = True) -> Shrunk | None:
+def shrink(
+    case: Case,
+    *,
+    replays_max: int = REPLAYS_MAX,
+    seconds_max: float = SECONDS_MAX,
+    imports: bool = True,
+) -> Shrunk | None:
     """Shrink a failing case; None if it does not fail when audited at each operation.
 
-    ``imports``: as for ``subject_factory``.
+    The best so far when the replays or the time are used up, or at Ctrl-C.  ``imports``: as for
+    ``subject_factory``.
     """
+    deadline = time.monotonic() + seconds_max
     factory = subject_factory(case.subject, imports=imports)
     with installed(case.fault):
         found = first_violation(factory, case.configuration, case.operations)
@@ -74,12 +85,14 @@ def shrink(case: Case, *, replays_max: int = REPLAYS_MAX, imports: bool = True) 
             return replace(candidate, operations=list(result[0])), same
 
         start = replace(case, operations=list(operations), violates=wanted)
-        search = _Search(start, violation, attempt, replays_max)
-        search.run()
+        search = _Search(start, violation, attempt, replays_max, deadline)
+        with suppress(KeyboardInterrupt):
+            search.run()
         if len(search.case.operations) > _SHORT:
             # Perhaps a dead end: what is deleted first decides where the search gets to.
-            again = _Search(start, violation, attempt, replays_max)
-            again.run(backwards=True)
+            again = _Search(start, violation, attempt, replays_max, deadline)
+            with suppress(KeyboardInterrupt):
+                again.run(backwards=True)
             again.replays += search.replays
             search = min(again, search, key=lambda found: _size(found.case))
     return Shrunk(search.case, search.violation, search.replays)
@@ -96,13 +109,19 @@ class _Search:
     """Keeps the best case so far; every accepted step makes it smaller."""
 
     def __init__(
-        self, case: Case, violation: Violation, attempt: Attempt, replays_max: int
+        self,
+        case: Case,
+        violation: Violation,
+        attempt: Attempt,
+        replays_max: int,
+        deadline: float,
     ) -> None:
         self.case = case
         self.violation = violation
         self.replays = 0
         self._attempt = attempt
         self._replays_max = replays_max
+        self._deadline = deadline
 
     def run(self, *, backwards: bool = False) -> None:
         """Make all passes, in this order or backwards, until none helps any more."""
@@ -120,7 +139,7 @@ class _Search:
             self._substitute,
         )
         size = None
-        while size != self._size() and self.replays < self._replays_max:
+        while size != self._size() and not self._is_over():
             size = self._size()
             for shrink_pass in reversed(passes) if backwards else passes:
                 shrink_pass()
@@ -128,9 +147,12 @@ class _Search:
     def _size(self) -> tuple[int, int, str]:
         return _size(self.case)
 
+    def _is_over(self) -> bool:
+        return self.replays >= self._replays_max or time.monotonic() > self._deadline
+
     def _try(self, **changes: Any) -> bool:
         candidate = replace(self.case, **changes)
-        if self.replays >= self._replays_max:
+        if self._is_over():
             return False
         self.replays += 1
         result = self._attempt(candidate)

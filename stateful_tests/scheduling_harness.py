@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
+from kvproof.invariants.checker import CheckerError
 from kvproof.invariants.events import Event
 from kvproof.invariants.operations import AnyOperation, Arrive, Operation, Run, kind_of
 from kvproof.invariants.outcomes import SKIPPED, Outcome, Status
@@ -17,6 +18,10 @@ from kvproof.stateful_tests.subjects.scheduler import SchedulerSubject
 
 DRAIN_ITERATIONS = 64
 """Iterations of one operation while a run is drained."""
+
+
+_STOPPED = Outcome("refused", "stopped_by_violation")
+"""Of the operation in which a violation is seen; its subject gives no answer any more."""
 
 
 class _Violated(Exception):
@@ -100,6 +105,8 @@ class SchedulingHarness:
             outcome = self.subject.apply(operation)
         except _Violated:
             return self._stopped(self.cache.violations or self.checker.violations)
+        except CheckerError:
+            raise
         except Exception as error:
             return self._stopped((crash_violation(operation, error),))
         finally:
@@ -118,7 +125,7 @@ class SchedulingHarness:
         """A violation in the middle of an operation, which is the one to blame."""
         op = self.checker.operations
         self.violations = [replace(violation, op=op) for violation in violations]
-        return SKIPPED
+        return _STOPPED
 
     def run(self, operations: Iterable[Operation]) -> Sequence[Violation]:
         """Perform operations up to the first violation, then audit; the violations."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -30,7 +31,7 @@ from kvproof.invariants.errors import InputError
 from kvproof.invariants.goals import Goal
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.subjects import SUBJECT_NAMES, is_kvproofs_own, subject_factory
-from kvproof.stateful_tests.subjects.policies import is_eviction_policy
+from kvproof.stateful_tests.subjects.policies import EVICTION_POLICIES, is_eviction_policy
 
 _SHOWN_CASE_LINES = 40
 
@@ -46,7 +47,8 @@ def check(
         str | None,
         typer.Option(
             help="Check a scheduler or an eviction policy: a name that comes with kvproof "
-            f"({', '.join(POLICY_NAMES)}), or MODULE:CLASS or FILE.py:CLASS of your own."
+            f"({', '.join((*POLICY_NAMES, *EVICTION_POLICIES))}), or MODULE:CLASS or FILE.py:CLASS "
+            "of your own."
         ),
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, max=31_536_000, help="Time budget.")] = 30.0,
@@ -141,6 +143,15 @@ def _show(report: Report, goals: tuple[Goal, ...]) -> None:
     _show_summary(report)
 
 
+def _hint(subject: str) -> str:
+    """A fault that shows in what was checked."""
+    family, _, policy = subject.partition(":")
+    if family == "scheduler":
+        fault = "finished-request-keeps-its-blocks"
+        return f"kvproof check --policy {quote(policy)} --fault {fault}"
+    return "kvproof check --fault no-copy-on-write"
+
+
 def _show_goals(report: Report, goals: tuple[Goal, ...]) -> None:
     reached = [goal for goal in goals if report.total.goals.get(goal.id)]
     missed = [goal for goal in goals if goal not in reached]
@@ -167,8 +178,10 @@ def _show_finding(finding: Finding) -> None:
         console.print(f"  written: {path}", markup=False)
     if finding.files:
         subject = finding.case.subject
-        own = "" if is_kvproofs_own(subject) else f" --subject {subject}"
-        console.print(f"  replay:  kvproof replay {finding.files[0]} --log{own}", markup=False)
+        own = "" if is_kvproofs_own(subject) else f" --subject {quote(subject)}"
+        console.print(
+            f"  replay:  kvproof replay {quote(str(finding.files[0]))} --log{own}", markup=False
+        )
 
 
 def _show_summary(report: Report) -> None:
@@ -191,5 +204,5 @@ def _show_summary(report: Report) -> None:
             "  No property was violated, every operation kind that the subject offers succeeded, "
             "and each situation that is not rare was reached.\n"
             "  What the checks say: kvproof invariants.  That they can fail: "
-            "kvproof check --fault no-copy-on-write"
+            + _hint(report.subject)
         )

@@ -29,14 +29,15 @@ def list_faults(as_json: JsonOption = False) -> None:
     Example: [bold]kvproof faults list[/]
     """
     if as_json:
-        fields = ("id", "property", "source", "summary", "shortest", "also")
+        fields = ("id", "property", "source", "summary", "subject", "shortest", "also")
         print_json({"faults": [{f: getattr(fault, f) for f in fields} for fault in all_faults()]})
         return
     table(
         "Seeded faults",
-        ("fault", "property", "what is wrong", "modelled on", "shortest run"),
-        [(f.id, f.property, f.summary, f.source, f.shortest) for f in all_faults()],
+        ("fault", "property", "what is wrong", "modelled on", "shows in", "shortest run"),
+        [(f.id, f.property, f.summary, f.source, f.subject, f.shortest) for f in all_faults()],
     )
+    console.print("See one found: kvproof check --fault NAME")
 
 
 @app.command("detect")
@@ -110,11 +111,14 @@ def _show(faults: list[Fault], detections: list[Detection], clean: CleanRun, goo
         ),
         rows,
     )
-    console.print(f"Unmodified engine: {clean.ops:,} operations, {clean.violations} violations.")
+    console.print(
+        f"Unmodified engine and schedulers: {clean.ops:,} operations, {clean.violations} "
+        "violations."
+    )
     show_verdict(
         "pass" if good else "fail",
         "every fault was found in every search, and shrank to at most twice its shortest run"
         if good
         else "; ".join(complaint(d) for d in detections if complaint(d))
-        or "the unmodified engine violates a property",
+        or "an unmodified subject violates a property",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -20,11 +21,17 @@ from kvproof.fuzz.replay import Replay
 from kvproof.fuzz.replay import replay as replay_case
 from kvproof.fuzz.shrink import shrink as shrink_case
 from kvproof.invariants.case import Case, dump_case, load_case, save_case
+from kvproof.invariants.errors import InputError
 from kvproof.invariants.story import explain
+from kvproof.stateful_tests.subjects import is_kvproofs_own
 
 SubjectOption = Annotated[
     str | None,
-    typer.Option(help="Allow the case to import this subject of yours, MODULE:CLASS."),
+    typer.Option(
+        "--subject",
+        "--policy",
+        help="Allow the case to import this subject or policy of yours, as check was given it.",
+    ),
 ]
 CaseArgument = Annotated[Path, typer.Argument(help="A case file, as kvproof writes it.")]
 
@@ -42,7 +49,7 @@ def replay(
     Example: [bold]kvproof replay kvproof-findings/cons_1a2b3c4d.json --log[/]
     """
     case = load_case(case_file)
-    result = replay_case(case, record=True, imports=subject == case.subject)
+    result = replay_case(case, record=True, imports=_allows(case, subject))
     if as_json:
         print_json(
             {
@@ -78,6 +85,24 @@ def replay(
     finish(result.verdict)
 
 
+def _allows(case: Case, subject: str | None) -> bool:
+    """Whether the user has said that the case may import what it names.
+
+    Raises InputError if he named something else, or has to name it.
+    """
+    own = is_kvproofs_own(case.subject) or ":" not in case.subject
+    if subject is None or own:
+        if not own:
+            raise InputError(
+                f"this case imports code of somebody's: if you trust it, add --subject "
+                f"{quote(case.subject)}"
+            )
+        return False
+    if subject not in (case.subject, case.subject.partition(":")[2]):
+        raise InputError(f"the case is of {case.subject}, but --subject says {subject}")
+    return True
+
+
 def _explain(case: Case, result: Replay, index: int) -> str:
     return explain(result.violations[index], result.moments, case.configuration.block_size)
 
@@ -97,7 +122,7 @@ def shrink(
     if out is not None:
         writable_file(out)
     case = load_case(case_file)
-    imports = subject == case.subject
+    imports = _allows(case, subject)
     shrunk = shrink_case(case, imports=imports)
     if shrunk is None:
         verdict = replay_case(case, imports=imports).verdict

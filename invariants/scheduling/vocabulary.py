@@ -12,7 +12,6 @@ from msgspec import Meta, Struct
 
 from kvproof.invariants.events import Event
 
-PreemptionMode = Literal["recompute", "swap"]
 QueueState = Literal["waiting", "running", "preempted", "swapped"]
 """Of a live request: waiting since its arrival; running; preempted, to be recomputed; swapped out
 to the host, to be copied back."""
@@ -39,8 +38,9 @@ class Promises(Struct, frozen=True, omit_defaults=True):
     """
 
     fcfs: bool = False
-    """Never-admitted requests are admitted in the order of arrival, and none of them while a
-    preempted or swapped one waits (survey Q12, Q16)."""
+    """Never-admitted requests are admitted in the order of arrival (those of one iteration count
+    as admitted together), and none of them while a preempted or swapped one waits (survey Q12,
+    Q16)."""
     strict_priority: bool = False
     """Among the waiting, preempted and swapped ones, none is admitted while one of a smaller
     priority number waits; no request is preempted while one of a larger number keeps running."""
@@ -53,7 +53,7 @@ class Promises(Struct, frozen=True, omit_defaults=True):
     """Some request is admitted in each iteration that preempts nobody, if budget, sequences and
     blocks are left for every request that waits, to its end and with all that the running ones
     may still need (survey E09, E10)."""
-    starvation_bound: int | None = None
+    starvation_bound: Annotated[int, Meta(ge=0)] | None = None
     """Iterations in a row, at most, that run a request which arrived later, but not this live,
     ready one (survey Q13)."""
 

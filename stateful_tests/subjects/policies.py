@@ -10,11 +10,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvproof.engine.eviction import EvictionPolicy
+import msgspec
+
+from kvproof.engine.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvproof.engine.policies import POLICIES, POLICY_NAMES
 from kvproof.engine.policy import Promises, SchedulerPolicy
 from kvproof.invariants.errors import InputError
 
+EVICTION_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed}
 _EVICTION_METHODS = ("insert", "remove", "victim", "__iter__", "__len__")
 
 
@@ -28,18 +31,27 @@ def policy_factory(name: str, *, imports: bool = True) -> Callable[[], Scheduler
     policy = imported_class(name, imports=imports)
     if not callable(getattr(policy, "plan", None)):
         raise InputError(f"policy {name!r} has no method plan: see kvproof.engine.policy")
-    promises = getattr(_made(name, policy), "promises", Promises())
+    promises = _made(name, lambda: getattr(policy(), "promises", Promises()))
     if not isinstance(promises, Promises):
         raise InputError(
             f"policy {name!r} promises {promises!r}, which is no Promises: see "
             "kvproof.engine.policy"
         )
+    try:
+        msgspec.convert(msgspec.structs.asdict(promises), Promises)
+    except msgspec.ValidationError as error:
+        raise InputError(f"policy {name!r} has wrong promises: {error}") from None
     factory: Callable[[], SchedulerPolicy] = policy
     return factory
 
 
 def eviction_factory(name: str, *, imports: bool = True) -> Callable[[], EvictionPolicy]:
-    """The eviction policy ``MODULE:CLASS`` or ``FILE.py:CLASS``.  Raises InputError."""
+    """The eviction policy of that name, or ``MODULE:CLASS`` or ``FILE.py:CLASS``.
+
+    Raises InputError.
+    """
+    if name in EVICTION_POLICIES:
+        return EVICTION_POLICIES[name]
     policy = imported_class(name, imports=imports)
     lacking = [method for method in _EVICTION_METHODS if not hasattr(policy, method)]
     if lacking:
@@ -53,7 +65,15 @@ def eviction_factory(name: str, *, imports: bool = True) -> Callable[[], Evictio
 
 def is_eviction_policy(name: str) -> bool:
     """Whether ``name`` is a class that evicts rather than schedules.  Raises InputError."""
-    return name not in POLICIES and not hasattr(imported_class(name), "plan")
+    if name in POLICIES or name in EVICTION_POLICIES:
+        return name in EVICTION_POLICIES
+    policy = imported_class(name)
+    if not hasattr(policy, "plan") and not hasattr(policy, "victim"):
+        raise InputError(
+            f"{name!r} is no policy: it has neither plan (of a scheduler policy) nor insert, "
+            "remove and victim (of an eviction policy)"
+        )
+    return not hasattr(policy, "plan")
 
 
 def imported_class(name: str, *, imports: bool = True) -> Any:
@@ -61,8 +81,8 @@ def imported_class(name: str, *, imports: bool = True) -> Any:
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise InputError(
-            f"unknown policy {name!r}; there are {', '.join(POLICY_NAMES)}, or MODULE:CLASS or "
-            "FILE.py:CLASS of yours"
+            f"unknown policy {name!r}; there are {', '.join((*POLICY_NAMES, *EVICTION_POLICIES))}, "
+            "or MODULE:CLASS or FILE.py:CLASS of yours"
         )
     if not imports:
         raise InputError(
@@ -71,7 +91,11 @@ def imported_class(name: str, *, imports: bool = True) -> Any:
         )
     try:
         module = _file(Path(place)) if place.endswith(".py") else _module(place)
+        if not hasattr(module, attribute):
+            raise InputError(f"{place} has no class {attribute}")
         return getattr(module, attribute)
+    except InputError:
+        raise
     except (Exception, SystemExit) as error:  # whatever the user's module does when imported
         raise InputError(
             f"policy {name!r} cannot be imported: {type(error).__name__}: {error}"
@@ -105,6 +129,8 @@ def _file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # as Python does for a script: it may have siblings
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvproof.engine.clock import CostModel, VirtualClock
 from kvproof.engine.eviction import EvictionPolicyFactory, LeastRecentlyUsed
-from kvproof.engine.policy import SchedulerPolicy
+from kvproof.engine.policy import Plan, SchedulerPolicy, SchedulerState
 from kvproof.engine.scheduler import Scheduler
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.events import Event
@@ -25,6 +25,23 @@ from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.subjects.engine import EngineSubject, EngineView
 
 PolicyFactory = Callable[[], SchedulerPolicy]
+
+
+class _Unmade:
+    """Stands for a policy whose constructor raised, though an earlier one of it did not."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def plan(self, state: SchedulerState) -> Plan:
+        raise self._error
+
+
+def _made(policy: PolicyFactory) -> SchedulerPolicy:
+    try:
+        return policy()
+    except Exception as error:
+        return _Unmade(error)
 
 
 class SchedulerStateView:
@@ -73,7 +90,7 @@ class SchedulerSubject:
         self.configuration = configuration
         self.cache = EngineSubject(configuration, eviction=eviction)
         self.semantics = self.cache.semantics
-        instance = policy()
+        instance = _made(policy)
         self.promises: Promises = getattr(instance, "promises", Promises())
         self._perform: Callable[[Operation], Outcome] = self.cache.apply
         self._hear: Callable[[SchedulerEvent], None] = lambda event: None

@@ -69,8 +69,10 @@ class Batch(SchedulingCheck):
                 continue
             if books.least_tokens(request) > left:
                 continue
-            free, needed = books.free_blocks(), books.growth(request)
-            if needed <= free:
+            # After an admission the watermark's blocks may not be taken, by anybody.
+            floor = self.limits.watermark_blocks if books.entered else 0
+            free, needed = books.free_blocks() - floor, books.growth(request)
+            if needed <= max(0, free):
                 self._waits(event, request, left, needed, free)
                 return
 

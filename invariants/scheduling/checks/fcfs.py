@@ -1,7 +1,7 @@
 """FCFS: requests are admitted in the order of their arrival.
 
 Verifies: where it is promised, that each iteration admits the waiting requests that arrived
-first, in that order; and none of them while a preempted or swapped one waits.
+first; and none of them while a preempted or swapped one waits.
 
 Does not verify: the order among preempted requests; who is preempted; anything where the policy
 does not promise it.
@@ -10,7 +10,6 @@ does not promise it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 
 from kvproof.invariants.events import Event
 from kvproof.invariants.property import Claim, EventHandler
@@ -41,17 +40,14 @@ class Fcfs(SchedulingCheck):
         if not admitted:
             return
         self.checked += 1
-        for earlier, later in pairwise(admitted):
-            if earlier > later:
-                self._overtaken(event, later, earlier, "was admitted after")
-                return
+        latest = max(admitted)
         first = next(iter(self.books.waiting), None)
-        if first is not None and first < admitted[-1]:
-            self._overtaken(event, first, admitted[-1], "still waits after")
+        if first is not None and first < latest:
+            self._overtaken(event, first, latest, "still waits after")
             return
         for request in self.books.displaced.values():
             if request.ready:
-                self._overtaken(event, request.id, admitted[-1], f"is {request.state}, beside")
+                self._overtaken(event, request.id, latest, f"is {request.state}, beside")
                 return
 
     def _overtaken(self, event: Scheduled, number: int, other: int, how: str) -> None:

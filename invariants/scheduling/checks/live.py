@@ -3,7 +3,8 @@
 Verifies: an arrival is refused exactly when the request could never fit, at once; with nothing in
 flight, no more than a few iterations in a row run nothing, there is no excuse; no request is
 preempted over and over while everything returns to the same state; once arrivals and aborts stop,
-all live requests finish within as many iterations as serial service would take.
+somebody gets an output token within as many iterations as it would take to serve all live requests
+one token after the other.  Output tokens are finite, so all of them finish.
 
 Does not verify: fairness (STARVE, FCFS); how much is recomputed while somebody makes progress;
 runs that stop before the bound is reached.
@@ -45,16 +46,11 @@ def _in_flight(books: SchedulingBooks) -> bool:
     return bool(books.flights)
 
 
-def _nobody_lives(books: SchedulingBooks) -> bool:
-    return not books.live
-
-
 EXCUSES: tuple[tuple[str, Callable[[SchedulingBooks], bool]], ...] = (
     (
         "a step is in flight: its samples, or the blocks that it fences, may be waited for",
         _in_flight,
     ),
-    ("no request is live", _nobody_lives),
 )
 """All that excuses an iteration in which nothing is run, each with its proof."""
 
@@ -95,7 +91,7 @@ class Live(SchedulingCheck):
         self._idle = 0
         """Iterations in a row that ran nothing, without excuse."""
         self._iterations = 0
-        """Since the last arrival or abort, but for excused ones …"""
+        """That ran something, since the last arrival, abort or output token …"""
         self._bound: int | None = None
         """… and how many may be; None until the first of them."""
         self._displacements: deque[Scheduled] = deque(maxlen=HISTORY)
@@ -123,6 +119,7 @@ class Live(SchedulingCheck):
     def _completed(self, event: Completed) -> None:
         if event.sampled:
             self._progressed()
+            self._iterations, self._bound = 0, None
 
     def _scheduled(self, event: Scheduled) -> None:
         self.checked += 1
@@ -130,11 +127,9 @@ class Live(SchedulingCheck):
             self._recurs(event)
         if event.step is not None:
             self._idle = 0
-        elif any(excuses(self.books) for _, excuses in EXCUSES):
-            return
-        else:
+            self._drains()
+        elif not any(excuses(self.books) for _, excuses in EXCUSES):
             self._stands_still()
-        self._drains()
 
     # -- stalls ----------------------------------------------------------------------------------
 
@@ -144,9 +139,13 @@ class Live(SchedulingCheck):
             return
         self._idle = 0
         self.fail(
-            f"nothing was run in {GRACE} iterations, though {len(self.books.live)} requests are "
-            f"live and no step is in flight: {self._why()}"
+            f"nothing was run in {GRACE} iterations, though {self._alive()} live and no step is in "
+            f"flight: {self._why()}"
         )
+
+    def _alive(self) -> str:
+        count = len(self.books.live)
+        return f"{counted(count, 'request')} {'is' if count == 1 else 'are'}"
 
     def _why(self) -> str:
         runnable = self._runnable()
@@ -187,9 +186,12 @@ class Live(SchedulingCheck):
         if needed > free - watermark or not (chunked or request.known <= self.limits.token_budget):
             return None
         beyond = f" beyond the watermark of {watermark}" if watermark else ""
+        budget = self.limits.token_budget
+        chunks = f", in chunks of at most {budget} (the token budget)"
         return (
-            f"request {request.id}, {request.state}, needs {needed} blocks for its {request.known} "
-            f"tokens, of {free} free ones{beyond}"
+            f"request {request.id}, {request.state}, needs {counted(needed, 'block')} for its "
+            f"{counted(request.known, 'token')}, of {free} free{beyond}: it could have been run"
+            f"{chunks if request.known > budget else ''}"
         )
 
     def _hold_and_wait(self, stuck: list[LiveRequest]) -> str:
@@ -258,10 +260,11 @@ class Live(SchedulingCheck):
         if self._iterations > self._bound:
             first = next(iter(books.live.values()))
             self.fail(
-                f"{self._bound} iterations after the last arrival or abort {len(books.live)} "
-                f"requests are still live, though that is enough to serve them one by one: request "
-                f"{first.id}, {first.state}, has {first.sampled} of {first.output_tokens} output "
-                f"tokens after {first.preemptions} preemptions",
+                f"{self._bound} iterations ran something since the last arrival, abort or output "
+                f"token, enough to serve all {len(books.live)} live requests one by one, but "
+                f"nobody got another token: request {first.id}, {first.state}, has {first.sampled} "
+                "of "
+                f"{first.output_tokens} output tokens after {first.preemptions} preemptions",
                 request=first.id,
             )
             self._iterations = 0
@@ -299,6 +302,11 @@ class Live(SchedulingCheck):
         if prompt + output > limits.max_model_tokens:
             reasons[LARGER_THAN_MODEL] = f"the model takes {limits.max_model_tokens} tokens"
         return reasons
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 block``, ``2 blocks``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _requests(numbers: tuple[int, ...] | list[int]) -> str:

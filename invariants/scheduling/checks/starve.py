@@ -56,8 +56,8 @@ class Starve(SchedulingCheck):
         counted: dict[int, int] = {}
         for request in islice(left_out, _LOOKED_AT):
             before = self._overtaken.get(request.id, 0)
-            overtaken = request.id < latest and (request.ready or request.state != "running")
-            counted[request.id] = before + overtaken
+            overtaken = request.id < latest and request.ready
+            counted[request.id] = before + 1 if overtaken else 0
             self._judge(event, request, counted[request.id])
         self._overtaken = counted
 
