@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from kvproof.fuzz.faults import fault_by_id
 from kvproof.fuzz.replay import first_violation, installed, replay
-from kvproof.fuzz.search import search
+from kvproof.fuzz.search import DETERMINISM, search
 from kvproof.fuzz.shrink import shrink
 from kvproof.fuzz.verdicts import judge
 from kvproof.invariants.case import Case
@@ -90,7 +90,8 @@ def check_subject(
         with installed(fault):
             case = _drive_machine(factory, subject, left, seed, machine, told)
         case, driver = case and replace(case, fault=fault), "Hypothesis machine"
-    finding = _finding(case, driver, out) if case is not None else None
+    seen = found.violation if found else None
+    finding = _finding(case, driver, out, seen) if case is not None else None
     total = loop.merged(machine)
     judgement = judge(
         factory(Configuration()),
@@ -139,21 +140,21 @@ def _drive_machine(
         return None
 
 
-def _finding(case: Case, driver: str, out: Path | None) -> Finding | None:
+def _finding(case: Case, driver: str, out: Path | None, seen: Violation | None) -> Finding | None:
     """Shrink and tell.
 
     A run whose violation is gone in a replay would be a false alarm or a subject that is not
-    deterministic; it is told as it was found, under the property that it showed.
+    deterministic; it is told as it was found, by what was ``seen`` there.
     """
-    shrunk = shrink(case)
+    shrunk = shrink(case) if case.violates != DETERMINISM else None
     small = shrunk.case if shrunk else case
     result = replay(small, record=True)
     if not result.violations:
         small = case
-        violation = Violation(
-            case.violates or "CRASH",
-            "the run failed once, but not in a replay: the subject is not deterministic",
-        )
+        violation = seen or Violation(case.violates or "CRASH", "the run failed")
+        if violation.property != DETERMINISM:
+            again = "in a replay it does not happen again: the subject is not deterministic"
+            violation = replace(violation, message=f"{violation.message}; {again}")
         explanation = f"{violation.property}: {violation.message}"
     else:
         violation = shrunk.violation if shrunk else primary(result.violations)

@@ -5,18 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 from msgspec import Struct
 
-from kvproof.fuzz.replay import first_violation, installed
+from kvproof.fuzz.replay import NEVER, first_violation, installed
 from kvproof.fuzz.swarm import Draw, draw_run
 from kvproof.invariants.case import Case
 from kvproof.invariants.checker import CheckerError
-from kvproof.invariants.operations import AnyOperation
+from kvproof.invariants.operations import AnyOperation, kind_of
 from kvproof.invariants.subject import Configuration
-from kvproof.invariants.verdict import Violation, primary
+from kvproof.invariants.verdict import Violation, counted, primary
 from kvproof.stateful_tests.harnesses import harness_for
 from kvproof.stateful_tests.subjects import SubjectFactory, subject_factory
 from kvproof.stateful_tests.totals import Totals
+
+DETERMINISM = "DETERMINISM"
+"""The property that a subject breaks by doing one thing now and another then."""
+DONE_TWICE_EVERY = 20
+"""One run in so many is done twice, and compared."""
 
 
 class Found(Struct, frozen=True):
@@ -44,8 +50,10 @@ def search(
     factory = subject_factory(subject)
     started = time.perf_counter()
     with installed(fault):
-        for draw in _draws(factory, seed, runs_max):
+        for number, draw in enumerate(_draws(factory, seed, runs_max)):
             found = _run(factory, draw, totals)
+            if found is None and number % DONE_TWICE_EVERY == 0:
+                found = _done_twice(factory, draw)
             totals.seconds = time.perf_counter() - started
             if found is not None:
                 operations, violation = found
@@ -63,6 +71,29 @@ def search(
                 on_run(totals)
             if totals.seconds >= seconds:
                 return None
+    return None
+
+
+def _done_twice(factory: SubjectFactory, draw: Draw) -> tuple[list[AnyOperation], Violation] | None:
+    """Do the same operations in two fresh subjects: the answers and events must be the same."""
+    pair = [
+        harness_for(factory(draw.configuration), audit_interval=NEVER) for _ in ("first", "second")
+    ]
+    for index, operation in enumerate(draw.operations):
+        told = []
+        for harness in pair:
+            harness.last_events = ()
+            outcome = harness.perform(operation)
+            told.append(msgspec.json.encode((outcome, harness.last_events)))
+        if any(harness.violations for harness in pair) and told[0] == told[1]:
+            return None
+        if told[0] != told[1]:
+            message = (
+                f"the same {counted(index + 1, 'operation')}, done in two fresh subjects, gave "
+                f"different results at the last one, {kind_of(operation)}: the subject, or its "
+                "policy, is not deterministic"
+            )
+            return draw.operations[: index + 1], Violation(DETERMINISM, message, op=index)
     return None
 
 

@@ -75,3 +75,8 @@ def primary(violations: Sequence[Violation]) -> Violation:
 
 def _rank_of(name: str) -> int:
     return _SPECIFIC_FIRST.index(name) if name in _SPECIFIC_FIRST else -1
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 block``, ``2 blocks``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

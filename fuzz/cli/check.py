@@ -170,9 +170,10 @@ def _show_finding(finding: Finding) -> None:
         console.print(line, markup=False)
     if len(lines) > _SHOWN_CASE_LINES:
         console.print(f"  … {len(lines) - _SHOWN_CASE_LINES} more lines")
+    ops = len(finding.case.operations)
+    shrunk = f", shrunk to {ops}" if ops < finding.found_ops else ""
     console.print(
-        f"Found by the {finding.driver} in a run of {finding.found_ops} operations, shrunk to "
-        f"{len(finding.case.operations)}."
+        f"Found by the {finding.driver} in a run of {finding.found_ops} operations{shrunk}."
     )
     for path in finding.files:
         console.print(f"  written: {path}", markup=False)

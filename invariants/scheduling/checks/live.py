@@ -29,7 +29,7 @@ from kvproof.invariants.scheduling.vocabulary import (
     RequestCancelled,
     Scheduled,
 )
-from kvproof.invariants.verdict import Violation
+from kvproof.invariants.verdict import Violation, counted
 
 GRACE = 8
 """Iterations in a row that may run nothing, whatever a policy waits for."""
@@ -302,11 +302,6 @@ class Live(SchedulingCheck):
         if prompt + output > limits.max_model_tokens:
             reasons[LARGER_THAN_MODEL] = f"the model takes {limits.max_model_tokens} tokens"
         return reasons
-
-
-def counted(count: int, noun: str) -> str:
-    """``1 block``, ``2 blocks``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _requests(numbers: tuple[int, ...] | list[int]) -> str:
