@@ -19,6 +19,7 @@ from kvproof.fuzz.cli.output import (
     fresh_seed,
     print_json,
     progress_bar,
+    replay_command,
     show_verdict,
     table,
     violation_fields,
@@ -30,7 +31,7 @@ from kvproof.invariants.case import dump_case
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.goals import Goal
 from kvproof.invariants.subject import Configuration
-from kvproof.stateful_tests.subjects import SUBJECT_NAMES, is_kvproofs_own, subject_factory
+from kvproof.stateful_tests.subjects import SUBJECT_NAMES, subject_factory
 from kvproof.stateful_tests.subjects.policies import EVICTION_POLICIES, is_eviction_policy
 
 _SHOWN_CASE_LINES = 40
@@ -178,11 +179,8 @@ def _show_finding(finding: Finding) -> None:
     for path in finding.files:
         console.print(f"  written: {path}", markup=False)
     if finding.files:
-        subject = finding.case.subject
-        own = "" if is_kvproofs_own(subject) else f" --subject {quote(subject)}"
-        console.print(
-            f"  replay:  kvproof replay {quote(str(finding.files[0]))} --log{own}", markup=False
-        )
+        command = replay_command(finding.files[0], finding.case.subject)
+        console.print(f"  replay:  {command}", markup=False)
 
 
 def _show_summary(report: Report) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
@@ -19,6 +20,7 @@ from rich.table import Table
 
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.verdict import Verdict, Violation
+from kvproof.stateful_tests.subjects import is_kvproofs_own
 
 SCHEMA = 1
 """Version of what ``--json`` prints; raised whenever a key changes its meaning or goes away."""
@@ -109,6 +111,12 @@ def violation_fields(violation: Violation, explanation: str, case: str | None) -
         "explanation": explanation,
         "case": case,
     }
+
+
+def replay_command(case: Path, subject: str) -> str:
+    """What to type to run a case again; one of the user's own code has to be allowed to."""
+    own = "" if is_kvproofs_own(subject) else f" --subject {quote(subject)}"
+    return f"kvproof replay {quote(str(case))} --log{own}"
 
 
 class Bar:

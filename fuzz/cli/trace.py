@@ -20,6 +20,7 @@ from kvproof.fuzz.cli.output import (
     finish,
     print_json,
     progress_bar,
+    replay_command,
     show_verdict,
     stderr,
     violation_fields,
@@ -271,6 +272,7 @@ class _Told(msgspec.Struct, frozen=True):
     violation: Violation
     explanation: str
     files: list[Path]
+    subject: str
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -348,7 +350,7 @@ def _tell(run: TraceRun, checked: CheckedTrace, out: Path) -> _Told | None:
     violation = result.violations[0] if result.violations else fewer.violations[0]
     explanation = explain(violation, result.moments, small.configuration.block_size)
     files = write_finding(small, violation, explanation, out, moments=result.moments)
-    return _Told(violation, explanation, files)
+    return _Told(violation, explanation, files, small.subject)
 
 
 def _shrunk(case: Case) -> Case:
@@ -428,6 +430,10 @@ def _show(reports: Sequence[_Report], verdict: Verdict, written: Sequence[Path])
             console.print(f"\n{report.name}: {report.told.explanation}\n", markup=False)
             for path in report.told.files:
                 console.print(f"  written: {path}", markup=False)
+            console.print(
+                f"  replay:  {replay_command(report.told.files[0], report.told.subject)}",
+                markup=False,
+            )
     for path in written:
         console.print(f"  written: {path}", markup=False)
     for report in reports:
