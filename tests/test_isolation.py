@@ -33,7 +33,8 @@ from kvproof.stateful_tests.subjects.scheduler import SchedulerSubject
 
 HERE = Path(__file__).name
 STATE = (
-    "iteration 1: 14 of 16 blocks of 4 free (0 of them cached), budget 8192, 1 waiting; "
+    "iteration 1: 14 of 16 blocks free (block size 4; 0 of them cached), token budget 8192, "
+    "at most 64 running, watermark 0, chunked prefill on; 1 waiting; "
     "r0 (running, 6+1 tokens, 6 computed, 2 blocks), "
     "r1 (waiting, 9+0 tokens, 0 computed, 0 blocks)"
 )
@@ -115,6 +116,27 @@ class EndsTheProcess:
         sys.exit(0)  # !
 
 
+class Closes:
+    def plan(self, state: SchedulerState) -> Plan:
+        raise GeneratorExit  # !
+
+
+class Beyond(BaseException):
+    """No Exception."""
+
+
+class RaisesItsOwn:
+    def plan(self, state: SchedulerState) -> Plan:
+        raise Beyond("exceptions")  # !
+
+
+class NamesAnObject:
+    """Its address differs from run to run, and must not make digests differ."""
+
+    def plan(self, state: SchedulerState) -> Plan:
+        raise ValueError(f"what is {object()}?")  # !
+
+
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
@@ -123,6 +145,9 @@ class EndsTheProcess:
         (RaisesBelow(), "IndexError: tuple index out of range"),
         (AsksForStrangers(), "KeyError: 99"),
         (EndsTheProcess(), "SystemExit: 0"),
+        (Closes(), "GeneratorExit"),
+        (RaisesItsOwn(), "Beyond: exceptions"),
+        (NamesAnObject(), "ValueError: what is <object object>?"),
     ],
 )
 def test_a_policy_that_raises_is_told_with_its_name_and_place(policy: object, said: str) -> None:
@@ -130,6 +155,27 @@ def test_a_policy_that_raises_is_told_with_its_name_and_place(policy: object, sa
     assert event.kind == "exception"
     assert event.message == f"{type(policy).__name__}.plan raised {said} ({place(policy)})"
     assert event.state == STATE
+
+
+def test_ctrl_c_is_no_mistake_of_the_policy() -> None:
+    class Interrupted:
+        def plan(self, state: SchedulerState) -> Plan:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        call_policy(Interrupted(), NO_STATE, 5.0)
+
+
+def test_what_a_policy_prints_is_no_output_of_kvproof(capsys: pytest.CaptureFixture[str]) -> None:
+    class Talks:
+        def plan(self, state: SchedulerState) -> Plan:
+            print("thinking")
+            return Plan()
+
+    assert call_policy(Talks(), NO_STATE, 5.0) == Plan()
+    assert capsys.readouterr() == ("", "thinking\n")
+    print("kvproof again")
+    assert capsys.readouterr() == ("kvproof again\n", "")
 
 
 def test_a_policy_that_recurses_for_ever_is_an_exception() -> None:
@@ -338,7 +384,7 @@ def test_a_policy_that_changes_its_state_is_a_mutation(change: Callable[[Any], N
     event = rejected(Changes())
     assert event.kind == "mutation"
     line = change.__code__.co_firstlineno + 1
-    assert event.message.startswith("Changes.plan tried to change what it was given: ")
+    assert event.message.startswith("Changes.plan tried to change what it must not: ")
     assert event.message.endswith(f" ({HERE}:{line})")
     assert event.state == STATE
 
@@ -456,7 +502,9 @@ class Unspeakable:
 
 
 class MyPlan(Plan, frozen=True):
-    """Its own kind of plan; who knows what it does."""
+    """Its own kind of plan, which is one all the same."""
+
+    why: str = ""
 
 
 def plan(**fields: Any) -> Plan:
@@ -473,8 +521,8 @@ def plan(**fields: Any) -> Plan:
         ({"run": ()}, "{'run': ()} instead of a Plan"),
         ("x" * 200, f"'{'x' * 76}… instead of a Plan"),
         (Plan, "<class 'kvproof.invariants.scheduling.vocabulary.Plan'> instead of a Plan"),
-        (MyPlan(), "MyPlan(run=(), preempt=(), swap=(), reserve=()) instead of a Plan"),
         (Unspeakable(), "a Unspeakable instead of a Plan"),
+        (object(), "<object object> instead of a Plan"),
         (plan(run=None), "a Plan whose run is no tuple of (request, tokens): None"),
         (plan(run={0: 1}), "a Plan whose run is no tuple of (request, tokens): {0: 1}"),
         (plan(run=(0, 1)), "a Plan whose run is no tuple of (request, tokens): (0, 1)"),
@@ -504,6 +552,30 @@ def test_a_draft_is_no_plan() -> None:
     event = rejected(Forgets())
     assert event.kind == "wrong_type"
     assert Draft.__name__ in event.message
+
+
+def test_a_subclass_of_plan_is_a_plan() -> None:
+    subject = _subject()
+    subject.scheduler.policy = Returns(MyPlan(((0, 1),), why="it is first"))
+    assert subject.apply(Schedule()).count == 1
+    event = rejected(Returns(MyPlan(cast(Any, 7))))
+    assert (event.kind, event.message[:42]) == (
+        "wrong_type",
+        "Returns.plan returned a Plan whose run is ",
+    )
+
+
+@pytest.mark.filterwarnings("error")  # as "coroutine was never awaited" would be
+def test_a_plan_that_must_be_awaited_is_no_plan() -> None:
+    class Awaits:
+        async def plan(self, state: SchedulerState) -> Plan:
+            return Plan()
+
+    event = rejected(Awaits())
+    assert (event.kind, event.message) == (
+        "wrong_type",
+        "Awaits.plan returned a coroutine instead of a Plan: plan must not be async",
+    )
 
 
 def test_lists_will_do_for_tuples() -> None:
@@ -552,4 +624,4 @@ def test_a_failure_is_a_finding_that_names_the_file_of_the_policy(tmp_path: Path
     )
     rejected = harness.last_events[-1]
     assert isinstance(rejected, PlanRejected)
-    assert rejected.state.startswith("iteration 1: 16 of 16 blocks of 4 free")
+    assert rejected.state.startswith("iteration 1: 16 of 16 blocks free (block size 4; 0 of")

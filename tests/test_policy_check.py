@@ -126,7 +126,7 @@ def test_every_wrong_example_is_here() -> None:
 
 def test_a_rejected_plan_is_told_with_the_state_that_provoked_it() -> None:
     explanation = checked(f"scheduler:{EXAMPLES / EDGE}").explanation
-    assert re.search(r"iteration \d+: \d+ of \d+ blocks of \d+ free", explanation)
+    assert re.search(r"iteration \d+: \d+ of \d+ blocks free \(block size \d+; \d+ of them", explanation)
     assert re.search(r"r0 \(running, \d+\+\d+ tokens, \d+ computed, \d+ blocks\)", explanation)
 
 
@@ -241,8 +241,10 @@ def test_a_case_may_not_import_the_policy_that_it_names(tmp_path: Path) -> None:
         replay(found.case, imports=False)
     refused = _kvproof("replay", str(case), cwd=tmp_path)
     assert refused.returncode == 2
-    assert "no part of kvproof" in refused.stderr
-    assert "Traceback" not in refused.stderr
+    assert refused.stderr == (
+        "kvproof: this case imports code of somebody's: if you trust it, add --subject "
+        f"{found.case.subject}\n"
+    )
     allowed = _kvproof("replay", str(case), "--subject", found.case.subject, cwd=tmp_path)
     assert allowed.returncode == 1
     assert found.replayed.digest[:16] in allowed.stdout.replace("\n", "")
@@ -304,7 +306,7 @@ def module(tmp_path: Path) -> Path:
     ("name", "said"),
     [
         ("nope", r"unknown policy 'nope'; there are fcfs, .*, or MODULE:CLASS or FILE.py:CLASS"),
-        ("{}:Nope", r"cannot be imported: AttributeError: .*no attribute 'Nope'"),
+        ("{}:Nope", r"mine\.py has no class Nope$"),
         ("absent.py:Good", r"cannot be imported: FileNotFoundError: no file .*absent\.py"),
         ("no_such_module:Good", r"cannot be imported: ModuleNotFoundError: No module named 'no_s"),
         ("{}:HasNoPlan", r"has no method plan: see kvproof\.engine\.policy"),
@@ -463,7 +465,7 @@ def test_a_wrong_eviction_policy_is_found(name: str, evictions: Path) -> None:
 def test_what_lacks_a_method_is_no_eviction_policy(evictions: Path) -> None:
     with pytest.raises(InputError, match=r"lacks remove, victim, __iter__, __len__: see kvproof"):
         eviction_factory(f"{evictions}:Lacks")
-    with pytest.raises(InputError, match=r"cannot be imported: AttributeError"):
+    with pytest.raises(InputError, match=r"evictions\.py has no class Nope$"):
         subject_factory(f"eviction:{evictions}:Nope")
 
 

@@ -707,12 +707,12 @@ def test_batch_a_request_that_fits_enters() -> None:
 
 
 def test_fcfs() -> None:
-    for run in ({1: 4}, {1: 4, 0: 4}):
+    for run, seen in (({1: 4}, ["FCFS"]), ({0: 4, 2: 4}, ["FCFS"]), ({2: 4, 0: 4, 1: 4}, [])):
         world = World(promises=Promises(fcfs=True))
-        world.arrive(4)
-        world.arrive(4)
+        for _ in range(3):
+            world.arrive(4)
         world.schedule(run)
-        assert world.seen == ["FCFS"]
+        assert world.seen == seen, "those of one iteration are admitted together"
     world = _admitted(promises=Promises(fcfs=True))
     world.arrive(4)
     world.schedule({1: 4}, preempt=[0])
@@ -850,10 +850,11 @@ def test_live_excuses_and_news_end_a_stall() -> None:
     for _ in range(GRACE - 1):
         world.schedule({})
     world.cancel(1)
-    world.cancel(0)
-    for _ in range(2 * GRACE):
+    for _ in range(GRACE - 1):
         world.schedule({})
     assert not world.seen
+    world.schedule({})
+    assert "though 1 request is live and no step is in flight" in world.only().message
 
 
 def test_live_ping_pong_is_seen_and_told() -> None:
@@ -907,11 +908,31 @@ def test_live_all_must_finish_within_the_bound() -> None:
     while not world.seen:  # request 1 is computed up to its last token, again and again
         if world.books.live[1].scheduled < 39:
             world.step({1: 1})
+            turns += 1
         else:
             world.schedule(preempt=[1])
-        turns += 1
-    assert turns == bound + 1
-    assert "2 requests are still live" in _first(world, "LIVE").message
+    assert turns == bound + 1, "iterations that run something"
+    assert (
+        f"{bound} iterations ran something since the last arrival, abort or output token, enough "
+        "to serve all 2 live requests one by one, but nobody got another token: request 0, "
+        "waiting, has 0 of 2 output tokens"
+    ) in _first(world, "LIVE").message
+
+
+def test_live_the_bound_starts_anew_with_each_output_token() -> None:
+    """However slow: each token takes nearly as long as all of serial service."""
+    world = World(blocks=12, token_budget=1)
+    world.arrive(4, 9)
+    world.arrive(40, 2)
+    bound = 13 + 42 + (1 + 2) * 3 + GRACE
+    for token in range(8):
+        for _ in range(4 if token == 0 else 1):
+            world.step({0: 1})
+        while world.books.live[1].state == "waiting" or world.books.live[1].scheduled < 39:
+            world.step({1: 1})
+        world.schedule(preempt=[1])
+    assert not world.seen
+    assert world.books.iterations > 3 * bound
 
 
 def test_live_refusals_are_exact() -> None:

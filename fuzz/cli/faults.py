@@ -32,11 +32,9 @@ def list_faults(as_json: JsonOption = False) -> None:
         fields = ("id", "property", "source", "summary", "subject", "shortest", "also")
         print_json({"faults": [{f: getattr(fault, f) for f in fields} for fault in all_faults()]})
         return
-    table(
-        "Seeded faults",
-        ("fault", "property", "what is wrong", "modelled on", "shows in", "shortest run"),
-        [(f.id, f.property, f.summary, f.source, f.subject, f.shortest) for f in all_faults()],
-    )
+    for f in all_faults():
+        console.print(f"[bold]{f.id}[/]  {f.property}, {f.subject}, {f.shortest} operations")
+        console.print(f"    {f.summary}  ({f.source})", markup=False)
     console.print("See one found: kvproof check --fault NAME")
 
 

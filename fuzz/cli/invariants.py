@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvproof.fuzz.cli.output import JsonOption, console, print_json, table
+from kvproof.fuzz.cli.output import WIDE, JsonOption, console, print_json, table
 from kvproof.invariants.checks import CHECKS
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.property import Property
@@ -39,6 +39,13 @@ def invariants(
 
 
 def _list(properties: list[Property]) -> None:
+    if console.width < WIDE:
+        for p in properties:
+            console.print(f"[bold]{p.id}[/]  {p.title}")
+            for claim in p.claims:
+                console.print(f"    • {claim.statement}  ({claim.source})", markup=False)
+        console.print("Explain one: kvproof invariants ID")
+        return
     rows = [
         (p.id, p.title, claim.statement, claim.source) for p in properties for claim in p.claims
     ]

@@ -45,6 +45,10 @@ console = Console(highlight=False, soft_wrap=True, emoji=False, width=_WIDTH)
 stderr = Console(stderr=True, highlight=False)
 
 
+WIDE = 120
+"""Columns from which on a table of long texts can be read; below, they are listed."""
+
+
 def fresh_seed(seed: str | None) -> str:
     """The seed asked for, or a new one."""
     return seed if seed is not None else str(secrets.randbelow(10**9))
