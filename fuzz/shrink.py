@@ -86,9 +86,11 @@ def shrink(
 
         start = replace(case, operations=list(operations), violates=wanted)
         search = _Search(start, violation, attempt, replays_max, deadline)
+        interrupted = True
         with suppress(KeyboardInterrupt):
             search.run()
-        if len(search.case.operations) > _SHORT:
+            interrupted = False
+        if len(search.case.operations) > _SHORT and not interrupted:
             # Perhaps a dead end: what is deleted first decides where the search gets to.
             again = _Search(start, violation, attempt, replays_max, deadline)
             with suppress(KeyboardInterrupt):

@@ -320,7 +320,10 @@ def test_a_subject_of_the_users_own_is_checked(tmp_path: Path) -> None:
     case = fields["violations"][0]["case"]
     refused = kvproof("replay", case, cwd=tmp_path)  # a case may not import what it likes
     assert refused.returncode == 2
-    assert "say --subject mine:Broken" in refused.stderr
+    assert refused.stderr == (
+        "kvproof: this case imports code of somebody's: if you trust it, add --subject "
+        "mine:Broken\n"
+    )
     assert kvproof("replay", case, "--subject", "mine:Broken", cwd=tmp_path).returncode == 1
     for name in ("mine:Absent", "absent:Broken"):
         refused = kvproof("check", "--subject", name, cwd=tmp_path)

@@ -7,7 +7,9 @@ is in ``test_scheduler.py``.
 from __future__ import annotations
 
 import inspect
+import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,7 +22,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvproof.engine.isolation import PolicyError, call_policy
+from kvproof.engine.isolation import EXIT_HANG, PolicyError, call_policy
 from kvproof.engine.policies import policy_by_name
 from kvproof.engine.policy import Draft, Plan, SchedulerPolicy, SchedulerState
 from kvproof.invariants.operations import Arrive, Run, Schedule, Segment
@@ -232,6 +234,35 @@ def test_a_policy_that_does_not_return_is_interrupted(policy: object) -> None:
     assert event.kind == "hang"
     assert event.message == f"{type(policy).__name__}.plan did not return within 0.1 s"
     assert event.state == STATE
+
+
+SWALLOWS_ALL = """
+from kvproof.engine.isolation import call_policy
+
+class SwallowsAll:
+    def plan(self, state):
+        while True:
+            try:
+                while True:
+                    pass
+            except BaseException:
+                pass
+
+call_policy(SwallowsAll(), None, 0.01)
+print("returned")
+"""
+
+
+def test_a_policy_that_swallows_every_interrupt_ends_the_process_and_is_named() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", SWALLOWS_ALL], capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stdout) == (EXIT_HANG, "")
+    assert re.fullmatch(
+        r"kvproof: the policy hangs at <string>:\d+ and swallows every interrupt: it cannot be "
+        r"stopped, so the check ends here\n",
+        result.stderr,
+    )
 
 
 @pytest.fixture

@@ -460,6 +460,22 @@ def test_a_request_that_is_run_already_preempts_nobody() -> None:
     assert draft.plan() == Plan(run=((0, 1),))
 
 
+def test_a_swap_takes_host_blocks_for_what_is_computed() -> None:
+    state = StateStub(running=[runs(0, 8, held_blocks=5), runs(1, 4)], free_host_blocks=2)
+    draft = state.draft()
+    assert draft.swap(state.running[0]), "its reserved blocks hold nothing to be copied"
+    assert not draft.swap(state.running[1])
+    assert draft.plan() == Plan(swap=(0,))
+
+
+def test_preempting_is_for_those_that_run() -> None:
+    state = StateStub(running=[runs(0, 4)], waiting=[waits(1)], preempted=[was_preempted(2)])
+    draft = state.draft()
+    assert not draft.run_preempting(state.waiting[0])
+    assert not draft.run_preempting(state.preempted[0])
+    assert draft.plan() == Plan()
+
+
 # -- the examples ------------------------------------------------------------------------------
 
 

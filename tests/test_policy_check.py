@@ -11,25 +11,31 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec import Struct
 
+from kvproof.engine.eviction import LeastRecentlyUsed
 from kvproof.engine.policies import POLICY_NAMES
 from kvproof.engine.policies.fcfs import FirstComeFirstServed
+from kvproof.engine.policy import Plan
+from kvproof.fuzz import shrink as shrink_module
 from kvproof.fuzz.campaign import check_subject
-from kvproof.fuzz.replay import Replay, replay
+from kvproof.fuzz.cli.check import _hint
+from kvproof.fuzz.faults import fault_by_id
+from kvproof.fuzz.replay import Replay, first_violation, replay
 from kvproof.fuzz.search import search
 from kvproof.fuzz.shrink import shrink
 from kvproof.invariants.case import Case, load_case, save_case
 from kvproof.invariants.errors import InputError
-from kvproof.invariants.operations import Arrive, Run
+from kvproof.invariants.operations import Arrive, Run, Schedule, Segment
 from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.story import explain
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Violation
 from kvproof.stateful_tests.export import write_finding
+from kvproof.stateful_tests.scheduling_harness import SchedulingHarness
 from kvproof.stateful_tests.subjects import is_kvproofs_own, subject_factory
 from kvproof.stateful_tests.subjects.engine import EngineSubject
 from kvproof.stateful_tests.subjects.policies import (
@@ -126,7 +132,9 @@ def test_every_wrong_example_is_here() -> None:
 
 def test_a_rejected_plan_is_told_with_the_state_that_provoked_it() -> None:
     explanation = checked(f"scheduler:{EXAMPLES / EDGE}").explanation
-    assert re.search(r"iteration \d+: \d+ of \d+ blocks free \(block size \d+; \d+ of them", explanation)
+    assert re.search(
+        r"iteration \d+: \d+ of \d+ blocks free \(block size \d+; \d+ of them", explanation
+    )
     assert re.search(r"r0 \(running, \d+\+\d+ tokens, \d+ computed, \d+ blocks\)", explanation)
 
 
@@ -250,6 +258,82 @@ def test_a_case_may_not_import_the_policy_that_it_names(tmp_path: Path) -> None:
     assert found.replayed.digest[:16] in allowed.stdout.replace("\n", "")
 
 
+def test_a_case_may_be_replayed_by_its_policy(tmp_path: Path) -> None:
+    found, case, *_ = _exported(tmp_path)
+    policy = found.case.subject.partition(":")[2]
+    for command in ("replay", "shrink"):
+        allowed = _kvproof(command, str(case), "--policy", policy, cwd=tmp_path)
+        assert allowed.returncode == 1, allowed.stderr
+        refused = _kvproof(command, str(case), "--policy", "fcfs", cwd=tmp_path)
+        assert refused.returncode == 2
+        assert refused.stderr == (
+            f"kvproof: the case is of {found.case.subject}, but --subject says fcfs\n"
+        )
+
+
+@cache
+def _unshrunk() -> Case:
+    found = search(f"scheduler:{EXAMPLES / EDGE}", "a", seconds=60, totals=Totals())
+    assert found is not None
+    return found.case
+
+
+def test_shrinking_has_a_time_limit() -> None:
+    case = _unshrunk()
+    shrunk = shrink(case, seconds_max=0)
+    assert shrunk is not None
+    assert (shrunk.replays, shrunk.violation.property) == (0, "PLAN")
+    assert len(shrunk.case.operations) <= len(case.operations)
+
+
+def test_shrinking_keeps_the_best_when_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, replays = _unshrunk(), 0
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal replays
+        replays += 1
+        if replays > 30:
+            raise KeyboardInterrupt
+        return first_violation(*arguments)
+
+    whole = shrink(case, seconds_max=0)
+    monkeypatch.setattr(shrink_module, "first_violation", interrupted)
+    shrunk = shrink(case)
+    assert whole is not None
+    assert shrunk is not None
+    assert shrunk.violation.property == "PLAN"
+    assert len(shrunk.case.operations) < len(whole.case.operations)
+    monkeypatch.undo()
+    assert replay(shrunk.case).verdict == "fail"
+
+
+def test_a_planted_fault_that_is_never_reached_tells_nothing(tmp_path: Path) -> None:
+    fault = "urgent-request-waits"
+    report = check_subject("scheduler:fcfs", seconds=2, seed="a", out=tmp_path, fault=fault)
+    assert (report.verdict, report.finding) == ("unknown", None)
+    assert (
+        "the planted fault urgent-request-waits was never reached: scheduler:fcfs does not do what "
+        "it breaks"
+    ) in report.reasons
+
+
+@pytest.mark.parametrize(
+    ("subject", "hint"),
+    [
+        ("engine", "kvproof check --fault no-copy-on-write"),
+        ("eviction:lru", "kvproof check --fault no-copy-on-write"),
+        (
+            "scheduler:my file.py:Mine",
+            "kvproof check --policy 'my file.py:Mine' --fault finished-request-keeps-its-blocks",
+        ),
+    ],
+)
+def test_the_hint_names_a_fault_of_what_was_checked(subject: str, hint: str) -> None:
+    assert _hint(subject) == hint
+    shown_in = fault_by_id(hint.rpartition(" ")[2]).subject
+    assert shown_in.startswith("scheduler:") == subject.startswith("scheduler:")
+
+
 def _kvproof(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     code = "import sys; sys.argv[0] = 'kvproof'; from kvproof.fuzz.cli import main; main()"
     return _python("-c", code, *arguments, cwd=cwd)
@@ -259,7 +343,7 @@ def _kvproof(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 USER_MODULE = '''"""Mostly wrong."""
 
-from kvproof.engine.policy import Plan
+from kvproof.engine.policy import Plan, Promises
 
 
 class Good:
@@ -291,6 +375,14 @@ class PromisesAWord(Good):
     promises = "fcfs"
 
 
+class PromisesLessThanNothing(Good):
+    promises = Promises(starvation_bound=-1)
+
+
+class PromisesMaybe(Good):
+    promises = Promises(fcfs="maybe")
+
+
 number = 7
 '''
 
@@ -314,6 +406,8 @@ def module(tmp_path: Path) -> Path:
         ("{}:NeedsMore", r"cannot be made: TypeError: .* missing 1 required positional argument"),
         ("{}:Leaves", r"cannot be made: SystemExit: 0"),
         ("{}:PromisesAWord", r"promises 'fcfs', which is no Promises"),
+        ("{}:PromisesLessThanNothing", r"has wrong promises: Expected `int` >= 0 .*starvation_bo"),
+        ("{}:PromisesMaybe", r"has wrong promises: Expected `bool`, got `str` .*fcfs"),
     ],
 )
 def test_what_is_no_policy_is_bad_input_in_one_line(name: str, said: str, module: Path) -> None:
@@ -345,6 +439,43 @@ def test_a_module_that_cannot_be_imported_is_bad_input(
             subject_factory(subject)
         assert said in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_what_neither_plans_nor_evicts_is_told_both(module: Path) -> None:
+    with pytest.raises(InputError, match=r"HasNoPlan' is no policy: it has neither plan \(of a sc"):
+        is_eviction_policy(f"{module}:HasNoPlan")
+    refused = _kvproof("check", "--policy", f"{module}:HasNoPlan", cwd=module.parent)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "is no policy: it has neither plan" in refused.stderr
+
+
+def test_a_policy_may_have_siblings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "kvproof_test_sibling.py").write_text("from kvproof.engine.policy import Plan\n")
+    path = tmp_path / "has_a_sibling.py"
+    path.write_text(
+        "from kvproof_test_sibling import Plan\n\n\n"
+        "class Empty:\n    def plan(self, state):\n        return Plan()\n"
+    )
+    assert policy_factory(f"{path}:Empty")().plan(cast(Any, None)) == Plan()
+
+
+def test_a_policy_that_can_be_made_only_once_is_a_finding() -> None:
+    made = []
+
+    class Once(FirstComeFirstServed):
+        def __init__(self) -> None:
+            made.append(self)
+            if len(made) > 1:
+                raise ValueError("there is one already")
+
+    operations = [Arrive((Segment(0, 4),)), Schedule()]
+    for run in range(2):
+        harness = SchedulingHarness(SchedulerSubject(Configuration(), policy=Once))
+        violations = harness.run(operations)
+        assert [violation.property for violation in violations] == ["PLAN"] * run
+    (violation,) = violations
+    assert "raised ValueError: there is one already (test_policy_check.py:" in violation.message
 
 
 def test_a_subject_without_a_policy_is_unknown() -> None:
@@ -460,6 +591,21 @@ def test_a_wrong_eviction_policy_is_found(name: str, evictions: Path) -> None:
     assert found.replayed.verdict == "fail"
     assert found.violation.property in ("CRASH", "CONS", "ORDER")
     assert len(found.case.operations) <= 8
+
+
+def test_an_eviction_policy_that_comes_with_kvproof_has_a_name(tmp_path: Path) -> None:
+    assert eviction_factory("lru") is LeastRecentlyUsed
+    assert is_eviction_policy("lru")
+    subject = subject_factory("eviction:lru", imports=False)(Configuration())
+    assert isinstance(subject, EngineSubject)
+    checked = _kvproof("check", "--policy", "lru", "--seconds", "2", "--json", cwd=tmp_path)
+    assert (checked.returncode in (0, 3), '"subject": "eviction:lru"' in checked.stdout) == (
+        True,
+        True,
+    )
+    unknown = _kvproof("check", "--policy", "mru", cwd=tmp_path)
+    assert "unknown policy 'mru'; there are fcfs, " in unknown.stderr
+    assert ", lru, or MODULE:CLASS" in unknown.stderr
 
 
 def test_what_lacks_a_method_is_no_eviction_policy(evictions: Path) -> None:

@@ -6,7 +6,7 @@ All runs but those of rejected plans are checked, cache and scheduler, at each o
 from __future__ import annotations
 
 import re
-from typing import Any, get_args, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 import pytest
 from msgspec import Struct
@@ -15,6 +15,7 @@ from kvproof.engine.clock import CostModel, VirtualClock
 from kvproof.engine.policies import policy_by_name
 from kvproof.engine.policy import Limits, Plan, SchedulerPolicy, SchedulerState
 from kvproof.engine.scheduler import SchedulerError
+from kvproof.invariants.checker import CheckerError
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.events import Event, StepLaunched
 from kvproof.invariants.operations import Abort, Arrive, Operation, Retire, Run, Schedule, Segment
@@ -27,7 +28,13 @@ from kvproof.invariants.outcomes import (
     SKIPPED,
     Outcome,
 )
-from kvproof.invariants.scheduling.vocabulary import Completed, PlanRejected, Scheduled
+from kvproof.invariants.scheduling.checks.live import Live
+from kvproof.invariants.scheduling.vocabulary import (
+    Completed,
+    PlanRejected,
+    RequestArrived,
+    Scheduled,
+)
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.scheduling_harness import SchedulingHarness
 from kvproof.stateful_tests.subjects.scheduler import SchedulerSubject
@@ -217,6 +224,16 @@ def test_an_iteration_may_run_nothing() -> None:
     assert world.schedule().step is None
     assert world.do(Retire()) == SKIPPED
     assert world.step().sampled == (0,)
+
+
+def test_time_passes_where_nothing_runs() -> None:
+    world = World(Plan(), Plan(), run((0, 4)), Plan(), run_ahead=2)
+    world.arrive(4)
+    for now in (100, 200):
+        assert world.schedule().now_ns == world.clock.now_ns == now, "one step's base cost"
+    for _ in range(2):
+        assert world.schedule().now_ns == 200, "not while a step is in flight: it takes its time"
+    assert world.retire().now_ns == 340
 
 
 def test_there_is_nothing_to_schedule_or_to_run_without_requests() -> None:
@@ -658,6 +675,12 @@ BAD_PLANS = (
         "includes), of which 1 must stay free (the watermark)",
     ),
     Bad("watermark", run((5, 13), reserve=((5, 20),)), "needs 5 blocks (5 for r5), but 5 are free"),
+    Bad(
+        "blocks",
+        Plan(((5, 13),), preempt=(1,), reserve=((5, 32),)),
+        "needs 8 blocks (8 for r5, counted without prefix hits, because it preempts), but 5 are "
+        "free (2 of them cached-free, which free_blocks includes) and 2 become free by preemption",
+    ),
     Bad("host_blocks", Plan(swap=(1,)), "swaps out 2 blocks, but 1 host blocks are free"),
     Bad("in_flight", Plan(swap=(2,)), "swaps out request 2, which a step in flight is computing"),
     Bad("reserve", Plan(_GOOD, reserve=((1, 9),)), "reserves for request 1, which it does not"),
@@ -780,6 +803,34 @@ def test_a_rejected_plan_is_a_finding() -> None:
     assert violation.message == (
         "unready: the plan runs 5 tokens of request 0, which has 4 to compute"
     )
+
+
+def test_a_checker_that_stumbles_is_no_crash_of_the_subject(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stumbles(*arguments: Any) -> None:
+        raise ZeroDivisionError("a checker's own mistake")
+
+    monkeypatch.setattr(Live, "after_event", lambda self: {RequestArrived: stumbles})
+    world = World()
+    assert world.harness is not None
+    with pytest.raises(CheckerError, match="a checker's own mistake"):
+        world.harness.perform(Arrive((Segment(0, 4),)))
+    assert not world.harness.violations
+
+
+def test_a_policy_asks_about_whole_numbers_of_tokens() -> None:
+    class AsksAboutHalves:
+        def plan(self, state: SchedulerState) -> Plan:
+            state.blocks_for(state.waiting[0], cast(int, 4.5))
+            return Plan()
+
+    world = World(policy=AsksAboutHalves(), checked=False)
+    world.arrive(4)
+    assert world.do(Schedule()) == Outcome("refused", POLICY_FAILED)
+    rejected = world.events[-1]
+    assert isinstance(rejected, PlanRejected)
+    assert "TypeError: blocks_for takes a whole number of tokens, not 4.5" in rejected.message
 
 
 def test_a_cache_that_does_not_agree_is_an_error_not_a_plan() -> None:

@@ -619,6 +619,7 @@ def test_progress_ends_are_told_once_each() -> None:
 
 
 def test_progress_audits_queues() -> None:
+    falsified: dict[str, Any]
     for falsified in ({"live": []}, {"live": [0, 5]}, {"state": "preempted"}, {"name": 3}):
         world = _admitted()
         world.view.falsified = falsified
@@ -682,6 +683,24 @@ def test_batch_no_barrier_without_budget_or_block() -> None:
     world.step({0: 4, 1: 4})
     world.schedule({})  # both need a block, and none is free
     assert not world.seen
+
+
+def test_batch_the_watermark_is_nobodys_after_an_admission() -> None:
+    world = World(promises=Promises(no_barrier=True), blocks=3, watermark_blocks=1)
+    world.arrive(4, 3)
+    world.step({0: 4})
+    world.arrive(4, 3)
+    world.step({1: 4})
+    assert not world.seen, "request 0 needs a block, and one is left, which is the watermark's"
+    world.schedule({1: 1})
+    assert not world.seen, "now none is left"
+    world = World(promises=Promises(no_barrier=True), blocks=3, watermark_blocks=1)
+    world.arrive(4, 3)
+    world.arrive(4, 3)
+    world.step({0: 4, 1: 4})
+    world.schedule({})
+    assert "request 0 waits at a barrier" in world.only().message
+    assert "it needs 1 of 1 free blocks" in world.only().message
 
 
 def test_batch_a_request_that_fits_enters() -> None:
@@ -763,6 +782,23 @@ def test_starve() -> None:
     world.step({1: 1})
     assert not world.seen
     world.step({1: 1})
+    assert "request 0, running, was left out of 3 iterations" in world.only().message
+
+
+def test_starve_counts_iterations_in_a_row() -> None:
+    world = World(promises=Promises(starvation_bound=2))
+    world.arrive(4, 9)
+    world.arrive(4, 20)
+    world.step({0: 4})
+    for between in ({}, {0: 1}, {}):
+        world.step({1: 4 if world.books.live[1].state == "waiting" else 1})
+        world.step({1: 1})
+        world.schedule(between)
+        if between:
+            world.complete()
+    assert not world.seen, "an iteration that overtakes nobody starts anew"
+    for _ in range(3):
+        world.step({1: 1})
     assert "request 0, running, was left out of 3 iterations" in world.only().message
 
 
@@ -921,7 +957,7 @@ def test_live_all_must_finish_within_the_bound() -> None:
 
 def test_live_the_bound_starts_anew_with_each_output_token() -> None:
     """However slow: each token takes nearly as long as all of serial service."""
-    world = World(blocks=12, token_budget=1)
+    world = World(blocks=16, token_budget=1)
     world.arrive(4, 9)
     world.arrive(40, 2)
     bound = 13 + 42 + (1 + 2) * 3 + GRACE

@@ -83,8 +83,11 @@ def is_kvproofs_own(name: str) -> bool:
     """Whether that subject is part of kvproof, so that a case may name it without ado."""
     from kvproof.engine.policies import POLICIES
 
+    from kvproof.stateful_tests.subjects.policies import EVICTION_POLICIES
+
     family, _, policy = name.partition(":")
-    return name in _SUBJECTS or (family == "scheduler" and policy in POLICIES)
+    own = {"scheduler": POLICIES, "eviction": EVICTION_POLICIES}
+    return name in _SUBJECTS or policy in own.get(family, {})
 
 
 def _imported(module: str, attribute: str, name: str) -> SubjectFactory:

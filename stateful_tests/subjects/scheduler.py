@@ -30,18 +30,21 @@ PolicyFactory = Callable[[], SchedulerPolicy]
 class _Unmade:
     """Stands for a policy whose constructor raised, though an earlier one of it did not."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, policy: PolicyFactory, error: BaseException) -> None:
+        self._name = getattr(policy, "__name__", "the policy")
         self._error = error
 
     def plan(self, state: SchedulerState) -> Plan:
-        raise self._error
+        raise RuntimeError(
+            f"{self._name}() failed, though an earlier call did not: {self._error!r}"
+        ) from self._error
 
 
 def _made(policy: PolicyFactory) -> SchedulerPolicy:
     try:
         return policy()
-    except Exception as error:
-        return _Unmade(error)
+    except (Exception, SystemExit) as error:
+        return _Unmade(policy, error)
 
 
 class SchedulerStateView:

@@ -128,7 +128,7 @@ class Live(SchedulingCheck):
         if event.step is not None:
             self._idle = 0
             self._drains()
-        elif not any(excuses(self.books) for _, excuses in EXCUSES):
+        elif self.books.live and not any(excuses(self.books) for _, excuses in EXCUSES):
             self._stands_still()
 
     # -- stalls ----------------------------------------------------------------------------------
