@@ -475,7 +475,8 @@ def test_a_policy_that_can_be_made_only_once_is_a_finding() -> None:
         violations = harness.run(operations)
         assert [violation.property for violation in violations] == ["PLAN"] * run
     (violation,) = violations
-    assert "raised ValueError: there is one already (test_policy_check.py:" in violation.message
+    assert "Once() failed, though an earlier call did not: " in violation.message
+    assert "ValueError('there is one already')" in violation.message
 
 
 def test_a_subject_without_a_policy_is_unknown() -> None:

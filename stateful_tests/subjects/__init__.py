@@ -82,12 +82,11 @@ def subject_factory(name: str, *, imports: bool = True) -> SubjectFactory:
 def is_kvproofs_own(name: str) -> bool:
     """Whether that subject is part of kvproof, so that a case may name it without ado."""
     from kvproof.engine.policies import POLICIES
-
     from kvproof.stateful_tests.subjects.policies import EVICTION_POLICIES
 
     family, _, policy = name.partition(":")
-    own = {"scheduler": POLICIES, "eviction": EVICTION_POLICIES}
-    return name in _SUBJECTS or policy in own.get(family, {})
+    own = {"scheduler": set(POLICIES), "eviction": set(EVICTION_POLICIES)}
+    return name in _SUBJECTS or policy in own.get(family, ())
 
 
 def _imported(module: str, attribute: str, name: str) -> SubjectFactory:
