@@ -147,6 +147,8 @@ def _show(report: Report, goals: tuple[Goal, ...]) -> None:
 def _hint(subject: str) -> str:
     """A fault that shows in what was checked."""
     family, _, policy = subject.partition(":")
+    if family == "eviction":
+        return f"kvproof check --policy {quote(policy)} --fault no-copy-on-write"
     if family == "scheduler":
         fault = "finished-request-keeps-its-blocks"
         return f"kvproof check --policy {quote(policy)} --fault {fault}"

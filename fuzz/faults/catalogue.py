@@ -225,7 +225,7 @@ def stale_key_after_reuse(original: Replacement, self: BlockPool, block: int) ->
     property="ORDER",
     source="B34, ovg-project/kvcached#362",
     shortest=6,
-    also=("CRASH",),
+    also=("CRASH", "VALID"),
 )
 def key_field_survives_eviction(original: Replacement, self: BlockPool, block: int) -> bytes:
     """An evicted block leaves the lookup map, but keeps its own key field."""
