@@ -41,7 +41,7 @@ from kvproof.stateful_tests.subjects import subject_factory
 
 REPLAYS_MAX = 6000
 SECONDS_MAX = 60.0
-_SHORT = 5
+_SHORT = 7
 """A longer result is searched for once more, the other way round."""
 _PAIRS_UP_TO = 24
 """Deleting two operations at once is tried in cases up to this length."""
