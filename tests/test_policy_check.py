@@ -321,7 +321,7 @@ def test_a_planted_fault_that_is_never_reached_tells_nothing(tmp_path: Path) -> 
     ("subject", "hint"),
     [
         ("engine", "kvproof check --fault no-copy-on-write"),
-        ("eviction:lru", "kvproof check --fault no-copy-on-write"),
+        ("eviction:lru", "kvproof check --policy lru --fault no-copy-on-write"),
         (
             "scheduler:my file.py:Mine",
             "kvproof check --policy 'my file.py:Mine' --fault finished-request-keeps-its-blocks",
