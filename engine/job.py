@@ -19,14 +19,12 @@ class Job:
         "admit",
         "arrival_ns",
         "cache",
-        "expected",
         "first_token_ns",
         "id",
         "last_token_ns",
         "max_tokens",
         "output",
         "outputs",
-        "preemptions",
         "priority",
         "prompt_tokens",
         "rank",
@@ -46,12 +44,9 @@ class Job:
         self.max_tokens = max(operation.max_tokens, operation.output)
         self.outputs = 0
         """Output tokens delivered."""
-        self.expected = 0
-        """… and those that steps in flight are sampling."""
         self.state: QueueState = "waiting"
         self.cache: Request | None = None
         """What the cache knows of it; None before its first admission."""
-        self.preemptions = 0
         self.rank = -1
         """Of its first admission."""
         self.scheduled_ns = self.first_token_ns = self.last_token_ns = -1
@@ -64,6 +59,11 @@ class Job:
             self.max_tokens,
             pending_tokens=self.prompt_tokens,
         )
+
+    @property
+    def preemptions(self) -> int:
+        """Times it was preempted or swapped out."""
+        return self.cache.epoch if self.cache is not None else 0
 
     @property
     def final_tokens(self) -> int:

@@ -275,7 +275,6 @@ class Scheduler:
         request = cached(job)
         self._do(Preempt(self._running_index(request), swap))
         job.state = "swapped" if swap else "preempted"
-        job.preemptions += 1
         self.suspended[job.id] = job
         del self.by_cache_id[request.id]
 
@@ -378,9 +377,7 @@ class Scheduler:
                 prefill += tokens
             length = len(cached(job).tokens)
             if item.end == length:
-                index = length - job.prompt_tokens
-                samples.append((job, index))
-                job.expected = max(job.expected, index + 1)
+                samples.append((job, length - job.prompt_tokens))
         begins = max(now, self._steps[-1].finish_ns if self._steps else 0)
         finish = begins + self.cost.duration_ns(prefill, decode, read)
         self._steps.append(_StepRecord(step.number, samples, finish))

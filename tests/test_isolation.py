@@ -23,7 +23,7 @@ from typing import Any, cast
 import pytest
 
 from kvproof.engine.isolation import EXIT_HANG, PolicyError, call_policy
-from kvproof.engine.policies import policy_by_name
+from kvproof.engine.policies import POLICIES
 from kvproof.engine.policy import Draft, Plan, SchedulerPolicy, SchedulerState
 from kvproof.invariants.operations import Arrive, Run, Schedule, Segment
 from kvproof.invariants.outcomes import POLICY_FAILED, Outcome
@@ -44,7 +44,7 @@ STATE = (
 
 def _subject() -> SchedulerSubject:
     """One request runs, one waits."""
-    subject = SchedulerSubject(Configuration(run_ahead=1), policy=lambda: policy_by_name("fcfs"))
+    subject = SchedulerSubject(Configuration(run_ahead=1), policy=POLICIES["fcfs"])
     subject.apply(Arrive((Segment(0, 6),), 3))
     subject.apply(Run(1))
     subject.apply(Arrive((Segment(1, 9),), 2))
@@ -64,7 +64,7 @@ def rejected(policy: object, *, seconds: float = 5.0) -> PlanRejected:
     assert isinstance(event, PlanRejected)
     assert scheduler.metrics() == figures
     assert [r.id for r in scheduler.waiting] == [1]
-    scheduler.policy = policy_by_name("fcfs")
+    scheduler.policy = POLICIES["fcfs"]()
     assert subject.apply(Run(9)).status == "done", "the scheduler goes on"
     assert not scheduler.jobs
     return event

@@ -10,7 +10,7 @@ from typing import Any, overload
 
 import pytest
 
-from kvproof.engine.policies import POLICIES, POLICY_NAMES, policy_by_name
+from kvproof.engine.policies import POLICIES, POLICY_NAMES
 from kvproof.engine.policy import (
     Draft,
     Limits,
@@ -85,7 +85,7 @@ def runs(number: int, computed: int, pending: int = 1, **fields: Any) -> Request
 
 
 def plan_of(name: str, state: SchedulerState) -> Plan:
-    return policy_by_name(name).plan(state)
+    return POLICIES[name]().plan(state)
 
 
 def ids(plan: Plan) -> list[int]:
@@ -95,16 +95,10 @@ def ids(plan: Plan) -> list[int]:
 # -- the registry ------------------------------------------------------------------------------
 
 
-def test_each_policy_stands_under_its_own_name() -> None:
-    for name, policy in POLICIES.items():
-        assert policy.name == name  # type: ignore[attr-defined]
+def test_each_policy_is_made_without_arguments_and_makes_promises() -> None:
+    for policy in POLICIES.values():
         assert isinstance(policy.promises, Promises)  # type: ignore[attr-defined]
-        assert isinstance(policy_by_name(name), SchedulerPolicy)
-
-
-def test_an_unknown_name_is_answered_with_those_there_are() -> None:
-    with pytest.raises(KeyError, match="no policy 'lifo'; there are fcfs, priority"):
-        policy_by_name("lifo")
+        assert isinstance(policy(), SchedulerPolicy)
 
 
 # -- what all have in common -------------------------------------------------------------------
@@ -293,7 +287,7 @@ def test_priority_preempts_the_least_urgent_and_of_those_the_latest_arrival() ->
 
 
 def test_priority_keeps_its_queue_over_iterations() -> None:
-    policy = policy_by_name("priority")
+    policy = POLICIES["priority"]()
     queue = [waits(n, priority=10 - n) for n in range(4)]
     assert ids(policy.plan(StateStub(waiting=queue, max_sequences=1))) == [3]
     # The plan was not applied, for what reason ever: the request still stands first.
@@ -334,7 +328,7 @@ class CountingQueue(Sequence[RequestState]):
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_a_long_queue_costs_nothing(name: str) -> None:
-    policy = policy_by_name(name)
+    policy = POLICIES[name]()
     queue = CountingQueue([waits(n) for n in range(10_000)])
     policy.plan(StateStub(waiting=queue, max_sequences=1))  # the newcomers are looked at once
     queue.looks = 0
@@ -362,7 +356,7 @@ def test_no_evict_counts_what_it_admits_in_the_same_iteration() -> None:
 
 
 def test_a_static_batch_takes_nobody_in_before_it_has_ended() -> None:
-    policy = policy_by_name("static_batch")
+    policy = POLICIES["static_batch"]()
     queue = [waits(n, 4, max_tokens=5) for n in range(4)]
     state = StateStub(waiting=queue[:2], total_blocks=7)
     assert ids(policy.plan(state)) == [0, 1]
@@ -372,7 +366,7 @@ def test_a_static_batch_takes_nobody_in_before_it_has_ended() -> None:
 
 
 def test_members_of_a_static_batch_start_as_the_budget_allows() -> None:
-    policy = policy_by_name("static_batch")
+    policy = POLICIES["static_batch"]()
     limits = Limits(token_budget=6)
     queue = [waits(n, 4, max_tokens=5) for n in range(4)]
     state = StateStub(waiting=queue, total_blocks=6, limits=limits)
@@ -386,7 +380,7 @@ def test_members_of_a_static_batch_start_as_the_budget_allows() -> None:
 
 
 def test_a_static_batch_is_chosen_anew_by_what_is_free() -> None:
-    policy = policy_by_name("static_batch")
+    policy = POLICIES["static_batch"]()
     queue = [waits(n, 4, max_tokens=5) for n in range(4)]
     assert ids(policy.plan(StateStub(waiting=queue, total_blocks=8, max_sequences=4))) == [
         *range(4)

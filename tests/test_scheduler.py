@@ -12,7 +12,7 @@ import pytest
 from msgspec import Struct
 
 from kvproof.engine.clock import CostModel, VirtualClock
-from kvproof.engine.policies import policy_by_name
+from kvproof.engine.policies import POLICIES
 from kvproof.engine.policy import Limits, Plan, SchedulerPolicy, SchedulerState
 from kvproof.engine.scheduler import SchedulerError
 from kvproof.invariants.checker import CheckerError
@@ -183,7 +183,7 @@ def test_a_chunk_takes_blocks_for_what_it_computes_only() -> None:
 
 
 def test_all_that_decode_get_a_token_in_each_iteration() -> None:
-    world = World(policy=policy_by_name("fcfs"))
+    world = World(policy=POLICIES["fcfs"]())
     for _ in range(3):
         world.arrive(4, output=5)
     world.do(Run(5))
@@ -202,7 +202,7 @@ def test_a_finished_requests_slot_is_reused_in_the_next_iteration(
     narrow: dict[str, Any], policy: str
 ) -> None:
     """The chapter's chain: the short one ends, its slot is taken, the long one goes on."""
-    world = World(policy=policy_by_name(policy), prefix_caching=False, **narrow)
+    world = World(policy=POLICIES[policy](), prefix_caching=False, **narrow)
     world.arrive(4, output=6)  # long: 9 tokens, 3 blocks
     world.arrive(4, output=2)  # short: 5 tokens, 2 blocks
     world.arrive(4, output=3)  # waits: 6 tokens, 2 blocks
@@ -244,7 +244,7 @@ def test_there_is_nothing_to_schedule_or_to_run_without_requests() -> None:
 
 
 def test_run_ends_early_when_nothing_is_left() -> None:
-    world = World(policy=policy_by_name("fcfs"))
+    world = World(policy=POLICIES["fcfs"]())
     world.arrive(4, output=2)
     assert world.do(Run(9)) == Outcome("done", count=2)
 
@@ -278,7 +278,7 @@ def test_an_early_stop_voids_the_step_that_ran_ahead_and_its_blocks_stay_fenced(
 
 
 def test_what_stops_for_certain_is_not_run_ahead() -> None:
-    world = World(policy=policy_by_name("fcfs"), run_ahead=2)
+    world = World(policy=POLICIES["fcfs"](), run_ahead=2)
     world.arrive(4, output=2)
     assert [bool(world.schedule().parts) for _ in range(2)] == [True, True]
     world.retire()
@@ -456,7 +456,7 @@ def test_a_reservation_below_what_is_computed_changes_nothing() -> None:
 
 
 def test_draft_and_scheduler_agree_on_the_watermark() -> None:
-    world = World(policy=policy_by_name("fcfs"), blocks=4, watermark_blocks=1)
+    world = World(policy=POLICIES["fcfs"](), blocks=4, watermark_blocks=1)
     world.arrive(8)
     world.arrive(5)
     assert world.schedule().admitted == (0,), "with both, no block would be left free"
@@ -464,7 +464,7 @@ def test_draft_and_scheduler_agree_on_the_watermark() -> None:
 
 def test_whole_prefills_wait_for_the_budget() -> None:
     world = World(
-        policy=policy_by_name("fcfs"),
+        policy=POLICIES["fcfs"](),
         chunked_prefill=False,
         token_budget=12,
         max_model_tokens=12,
@@ -731,7 +731,7 @@ def _everything(world: World) -> Any:
         [r.id for r in engine.running],
         [r.id for r in engine.preempted],
         [step.number for step in engine.steps],
-        [(j.id, j.state, j.outputs, j.expected, j.rank) for j in scheduler.jobs.values()],
+        [(j.id, j.state, j.outputs, j.rank) for j in scheduler.jobs.values()],
         [state.id for state in scheduler.waiting],
         [*scheduler.suspended],
         [*scheduler.by_cache_id],

@@ -26,14 +26,6 @@ POLICIES: dict[str, type[SchedulerPolicy]] = {
 
 POLICY_NAMES = tuple(POLICIES)
 
-
-def policy_by_name(name: str) -> SchedulerPolicy:
-    """A new policy.  Raises KeyError, naming those there are, if there is none of that name."""
-    if name not in POLICIES:
-        raise KeyError(f"no policy {name!r}; there are {', '.join(POLICY_NAMES)}")
-    return POLICIES[name]()
-
-
 __all__ = [
     "POLICIES",
     "POLICY_NAMES",
@@ -45,5 +37,4 @@ __all__ = [
     "Orca",
     "StaticBatch",
     "StrictPriority",
-    "policy_by_name",
 ]

@@ -17,7 +17,6 @@ from kvproof.engine.policy import Plan, Promises, SchedulerState
 class ContiguousReservation:
     """Arrival order; reserves the model's longest context at admission; never preempts."""
 
-    name = "contiguous"
     # Not work conserving: blocks are left where no whole reservation is.
     promises = Promises(fcfs=True, no_eviction=True, no_barrier=True)
 

@@ -21,7 +21,6 @@ from kvproof.engine.policy import Draft, Plan, Promises, RequestState, Scheduler
 class FirstComeFirstServed:
     """Arrival order; the latest admitted is preempted, to be recomputed."""
 
-    name = "fcfs"
     promises = Promises(fcfs=True, no_barrier=True, work_conserving=True)
     swaps = False
     """Whether victims are swapped out if they can be."""

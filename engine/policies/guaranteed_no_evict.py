@@ -21,7 +21,6 @@ from kvproof.engine.policy import Plan, Promises, SchedulerState
 class GuaranteedNoEvict:
     """Admits what is sure to finish; never preempts."""
 
-    name = "guaranteed_no_evict"
     promises = Promises(fcfs=True, no_eviction=True, no_barrier=True, work_conserving=True)
 
     def plan(self, state: SchedulerState) -> Plan:

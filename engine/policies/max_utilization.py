@@ -18,7 +18,6 @@ from kvproof.engine.policy import Plan, Promises, SchedulerState
 class MaxUtilization:
     """Admits by the next iteration's blocks; pauses the most recently started."""
 
-    name = "max_utilization"
     promises = Promises(fcfs=True, no_barrier=True, work_conserving=True)
 
     def plan(self, state: SchedulerState) -> Plan:

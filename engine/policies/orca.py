@@ -18,7 +18,6 @@ from kvproof.engine.policy import Plan, Promises, SchedulerState
 class Orca:
     """Arrival order; reserves for prompt and ``max_tokens`` at admission; never preempts."""
 
-    name = "orca"
     promises = Promises(
         fcfs=True, no_eviction=True, no_barrier=True, work_conserving=True, starvation_bound=0
     )

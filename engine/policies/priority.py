@@ -25,7 +25,6 @@ _urgency = attrgetter("priority", "id")
 class StrictPriority:
     """Urgency order; the least urgent running request is preempted, to be recomputed."""
 
-    name = "priority"
     promises = Promises(strict_priority=True, no_barrier=True, work_conserving=True)
 
     def __init__(self) -> None:

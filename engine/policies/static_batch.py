@@ -17,7 +17,6 @@ from kvproof.engine.policy import Plan, Promises, SchedulerState
 class StaticBatch:
     """Requests enter as a set, when the last set has ended; never preempts."""
 
-    name = "static_batch"
     promises = Promises(fcfs=True, no_eviction=True)
 
     def __init__(self) -> None:

@@ -17,5 +17,4 @@ from kvproof.engine.policies.fcfs import FirstComeFirstServed
 class FirstComeFirstServedSwapping(FirstComeFirstServed):
     """Arrival order; the latest admitted is swapped out, or else recomputed."""
 
-    name = "fcfs_swap"
     swaps = True

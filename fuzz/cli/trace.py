@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -354,17 +353,8 @@ def _tell(run: TraceRun, checked: CheckedTrace, out: Path) -> _Told | None:
 
 
 def _shrunk(case: Case) -> Case:
-    """Shrunk for about as long as there is time: the shorter it gets, the more can be tried."""
-    deadline = time.monotonic() + _SECONDS_FOR_OPERATIONS
-    while True:
-        started = time.monotonic()
-        replay(case)
-        now = time.monotonic()
-        replays = min(500, int((deadline - now) / max(1e-3, now - started) / _SEARCHES))
-        shrunk = shrink(case, replays_max=replays) if replays > 0 else None
-        if shrunk is None or shrunk.case == case:
-            return case
-        case = shrunk.case
+    shrunk = shrink(case, seconds_max=_SECONDS_FOR_OPERATIONS)
+    return shrunk.case if shrunk else case
 
 
 # -- what is said ----------------------------------------------------------------------------

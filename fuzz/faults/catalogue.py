@@ -10,7 +10,8 @@ code is not.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -23,7 +24,7 @@ from kvproof.engine.host import HostPool
 from kvproof.engine.keys import block_key
 from kvproof.engine.pool import BlockPool
 from kvproof.engine.request import Request
-from kvproof.fuzz.faults.fault import Fault, Replacement
+from kvproof.fuzz.faults.fault import Fault, Replacement, enter
 from kvproof.invariants.events import BlocksEvicted, BlocksPublished, BlocksSwappedIn, StepItem
 from kvproof.invariants.operations import Media
 from kvproof.invariants.outcomes import NO_FREE_BLOCKS, TOO_MANY_REQUESTS, Outcome
@@ -31,26 +32,7 @@ from kvproof.invariants.outcomes import NO_FREE_BLOCKS, TOO_MANY_REQUESTS, Outco
 _FAULTS: list[Fault] = []
 
 
-def _fault(
-    target: Any,
-    method: str,
-    *,
-    property: str,
-    source: str,
-    shortest: int,
-    also: tuple[str, ...] = (),
-) -> Callable[[Replacement], Replacement]:
-    """Enter the decorated replacement into the catalogue; its docstring is the summary."""
-
-    def enter(replacement: Replacement) -> Replacement:
-        name = replacement.__name__.replace("_", "-")
-        summary = " ".join((replacement.__doc__ or "").split())
-        _FAULTS.append(
-            Fault(name, property, source, summary, target, method, replacement, shortest, also=also)
-        )
-        return replacement
-
-    return enter
+_fault = partial(enter, _FAULTS)
 
 
 # -- 1. Accounting and leaks ---------------------------------------------------------------------

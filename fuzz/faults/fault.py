@@ -59,3 +59,38 @@ class Fault(Struct, frozen=True):
             yield
         finally:
             setattr(self.target, self.method, original)
+
+
+def enter(
+    catalogue: list[Fault],
+    target: Any,
+    method: str,
+    *,
+    property: str,
+    source: str,
+    shortest: int,
+    subject: str = "engine",
+    also: tuple[str, ...] = (),
+) -> Callable[[Replacement], Replacement]:
+    """Enter the decorated replacement into a catalogue; its docstring is the summary."""
+
+    def decorate(replacement: Replacement) -> Replacement:
+        name = replacement.__name__.replace("_", "-")
+        summary = " ".join((replacement.__doc__ or "").split())
+        catalogue.append(
+            Fault(
+                name,
+                property,
+                source,
+                summary,
+                target,
+                method,
+                replacement,
+                shortest,
+                subject,
+                also,
+            )
+        )
+        return replacement
+
+    return decorate

@@ -25,44 +25,17 @@ from kvproof.engine.policies.priority import StrictPriority
 from kvproof.engine.policy import Draft, Plan, RequestState, SchedulerState
 from kvproof.engine.request import Request
 from kvproof.engine.scheduler import Scheduler
-from kvproof.fuzz.faults.fault import Fault, Replacement
+from kvproof.fuzz.faults.fault import Fault, Replacement, enter
 from kvproof.invariants.outcomes import LARGER_THAN_POOL, Outcome
 
 _FAULTS: list[Fault] = []
 
 
 def _fault(
-    policy: str,
-    target: Any,
-    method: str,
-    *,
-    property: str,
-    source: str,
-    shortest: int,
-    also: tuple[str, ...] = (),
+    policy: str, target: Any, method: str, **fields: Any
 ) -> Callable[[Replacement], Replacement]:
-    """Enter the decorated replacement into the catalogue; its docstring is the summary."""
-
-    def enter(replacement: Replacement) -> Replacement:
-        name = replacement.__name__.replace("_", "-")
-        summary = " ".join((replacement.__doc__ or "").split())
-        _FAULTS.append(
-            Fault(
-                name,
-                property,
-                source,
-                summary,
-                target,
-                method,
-                replacement,
-                shortest,
-                subject=f"scheduler:{policy}",
-                also=also,
-            )
-        )
-        return replacement
-
-    return enter
+    """A fault that shows in a scheduler with this policy."""
+    return enter(_FAULTS, target, method, subject=f"scheduler:{policy}", **fields)
 
 
 def _planned(

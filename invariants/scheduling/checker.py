@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from kvproof.invariants.checker import STATUSES, Checker, CheckerError
 from kvproof.invariants.events import Event
-from kvproof.invariants.operations import Abort, Arrive, Operation, Retire, Run, Schedule
+from kvproof.invariants.operations import OPERATION_TYPES, SCHEDULER_KINDS, Arrive, Operation
 from kvproof.invariants.outcomes import Outcome, Status
 from kvproof.invariants.property import EventHandler
 from kvproof.invariants.scheduling.books import SchedulingBooks
@@ -34,7 +34,9 @@ from kvproof.invariants.scheduling.vocabulary import (
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Violation
 
-SCHEDULING_OPERATIONS: tuple[type[Operation], ...] = (Arrive, Schedule, Run, Retire, Abort)
+SCHEDULING_OPERATIONS = tuple(
+    [kind for kind in OPERATION_TYPES if kind.__name__.lower() in SCHEDULER_KINDS]
+)
 """What drives a scheduler."""
 
 EVENT_TYPES: tuple[type[SchedulerEvent], ...] = (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -90,10 +88,10 @@ def is_kvproofs_own(name: str) -> bool:
 
 
 def _imported(module: str, attribute: str, name: str) -> SubjectFactory:
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does: a user's module beside where he stands
+    from kvproof.stateful_tests.subjects.policies import user_module
+
     try:
-        factory: SubjectFactory = getattr(importlib.import_module(module), attribute)
+        factory: SubjectFactory = getattr(user_module(module), attribute)
         subject = factory(Configuration())
     except Exception as error:  # whatever the user's module does when imported or called
         raise InputError(

@@ -90,7 +90,7 @@ def imported_class(name: str, *, imports: bool = True) -> Any:
             "subject that the case names, to import it"
         )
     try:
-        module = _file(Path(place)) if place.endswith(".py") else _module(place)
+        module = _file(Path(place)) if place.endswith(".py") else user_module(place)
         if not hasattr(module, attribute):
             raise InputError(f"{place} has no class {attribute}")
         return getattr(module, attribute)
@@ -112,7 +112,8 @@ def _made(name: str, policy: Callable[[], object]) -> object:
         ) from None
 
 
-def _module(name: str) -> ModuleType:
+def user_module(name: str) -> ModuleType:
+    """A module of the user's, imported; raises whatever it raises."""
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python -m` does: a user's module beside where he stands
     return importlib.import_module(name)

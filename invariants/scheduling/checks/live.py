@@ -54,8 +54,8 @@ EXCUSES: tuple[tuple[str, Callable[[SchedulingBooks], bool]], ...] = (
 )
 """All that excuses an iteration in which nothing is run, each with its proof."""
 
-Recurrence = tuple[int, int]
-"""A victim, and a digest of (request, state, scheduled tokens) of all that were ever admitted."""
+Recurrence = tuple[int, frozenset[tuple[int, str, int]]]
+"""A victim, and (request, state, scheduled tokens) of all that were ever admitted."""
 
 
 class Live(SchedulingCheck):
@@ -226,7 +226,7 @@ class Live(SchedulingCheck):
             ]
         )
         for victim in (*event.preempted, *event.swapped):
-            key = (victim, hash(standing))
+            key = (victim, standing)
             self._seen[key] += 1
             if self._seen[key] >= RECURRENCES:
                 self._seen.clear()
