@@ -129,8 +129,8 @@ class _Search:
         """Make all passes, in this order or backwards, until none helps any more."""
         passes = (
             self._drop_features,
-            self._delete_chunks,
             self._merge_iterations,
+            self._delete_chunks,
             self._merge_growth,
             self._delete_with_blocks,
             self._loosen_limits,
@@ -206,6 +206,13 @@ class _Search:
 
     def _run_instead(self, start: int, end: int) -> None:
         operations = self.case.operations
+        # As many as there are, first: hundreds of steps in a row become one operation at once.
+        steps = sum(isinstance(operation, Schedule) for operation in operations[start:end])
+        whole = Run(max(1, steps))
+        if end - start > 12 and self._try(
+            operations=[*operations[:start], whole, *operations[end:]]
+        ):
+            operations, end = self.case.operations, start + 1
         for iterations in (*range(1, 13), 16, 24, 32, 48, 64, 128):
             run = Run(iterations)
             if self._try(operations=[*operations[:start], run, *operations[end:]]):
