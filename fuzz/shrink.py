@@ -43,6 +43,8 @@ REPLAYS_MAX = 6000
 SECONDS_MAX = 60.0
 _SHORT = 7
 """A longer result is searched for once more, the other way round."""
+_LONG_ROW = 12
+"""A longer row of iterations is first made one operation as a whole."""
 _PAIRS_UP_TO = 24
 """Deleting two operations at once is tried in cases up to this length."""
 
@@ -129,8 +131,9 @@ class _Search:
         """Make all passes, in this order or backwards, until none helps any more."""
         passes = (
             self._drop_features,
-            self._merge_iterations,
+            self._run_rows_at_once,
             self._delete_chunks,
+            self._merge_iterations,
             self._merge_growth,
             self._delete_with_blocks,
             self._loosen_limits,
@@ -182,17 +185,36 @@ class _Search:
                 start = min(start, len(self.case.operations)) - chunk
             chunk //= 2
 
+    def _run_rows_at_once(self) -> None:
+        """A long row of iterations becomes one operation that runs as many: one try a row."""
+        for start, end in self._rows_of_iterations():
+            operations = self.case.operations
+            steps = sum(isinstance(operation, Schedule) for operation in operations[start:end])
+            if end - start > _LONG_ROW:
+                whole = Run(max(1, steps))
+                self._try(operations=[*operations[:start], whole, *operations[end:]])
+
     def _merge_iterations(self) -> None:
         """Iterations in a row, step by step, become one operation that runs so many."""
+        for start, end in self._rows_of_iterations():
+            self._run_instead(start, end)
+        self._join_iterations()
+
+    def _rows_of_iterations(self) -> Iterator[tuple[int, int]]:
+        """Where they start and end, from the last to the first: so a shorter row moves no other.
+
+        Only a scheduler has iterations: a cache without one is told to retire a step, too.
+        """
+        if not any(isinstance(operation, Arrive) for operation in self.case.operations):
+            return
         end = len(self.case.operations)
         while end > 0:
             start = end
             while start and isinstance(self.case.operations[start - 1], _ITERATIONS):
                 start -= 1
             if start < end:
-                self._run_instead(start, end)
+                yield start, end
             end = min(start, len(self.case.operations)) - 1
-        self._join_iterations()
 
     def _join_iterations(self) -> None:
         """Neighbours become one: where not all of a row can be run in one go."""
@@ -206,13 +228,6 @@ class _Search:
 
     def _run_instead(self, start: int, end: int) -> None:
         operations = self.case.operations
-        # As many as there are, first: hundreds of steps in a row become one operation at once.
-        steps = sum(isinstance(operation, Schedule) for operation in operations[start:end])
-        whole = Run(max(1, steps))
-        if end - start > 12 and self._try(
-            operations=[*operations[:start], whole, *operations[end:]]
-        ):
-            operations, end = self.case.operations, start + 1
         for iterations in (*range(1, 13), 16, 24, 32, 48, 64, 128):
             run = Run(iterations)
             if self._try(operations=[*operations[:start], run, *operations[end:]]):

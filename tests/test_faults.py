@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def searched(fault: Fault, seed: int) -> Found | None:
 def shrunk_case(fault: Fault, seed: int) -> Shrunk:
     found = searched(fault, seed)
     assert found is not None
-    shrunk = shrink(found.case)
+    shrunk = shrink(found.case, seconds_max=inf)
     assert shrunk is not None
     return shrunk
 
