@@ -295,7 +295,7 @@ class _Search:
 
     def _lower_configuration(self) -> None:
         for name, value in asdict(self.case.configuration).items():
-            if name in ("kv_bytes_per_token", "scheduling") or isinstance(value, bool):
+            if name in ("kv_bytes_per_token", "scheduling") or isinstance(value, bool | str):
                 continue
             for lower in _lower_values(value, lowest=0 if name == "host_blocks" else 1):
                 configuration = replace(self.case.configuration, **{name: lower})
@@ -378,7 +378,7 @@ def _size(case: Case) -> tuple[int, int, str]:
     numbers = sum(_weight(operation) for operation in case.operations)
     world = asdict(case.configuration)
     limits, defaults = asdict(world.pop("scheduling")), asdict(Limits())
-    numbers += sum(int(v) for k, v in world.items() if k != "kv_bytes_per_token")
+    numbers += sum(_weight(v) for k, v in world.items() if k != "kv_bytes_per_token")
     numbers += 10 * sum(limits[name] != defaults[name] for name in limits)
     return len(case.operations), numbers + len(case.features), repr(case.operations)
 
@@ -394,6 +394,8 @@ def _weight(value: Any) -> int:
         # One more of anything is more to think about than a larger number: so a batch of one
         # request is no simpler than that request alone.
         return sum(2 + _weight(item) for item in value)
+    if isinstance(value, str):
+        return 1
     return int(value)
 
 
@@ -542,6 +544,8 @@ def _lower_field(kind: type[Operation], name: str, value: Any) -> Iterator[Any]:
     elif isinstance(value, bool):
         if value:
             yield False
+    elif isinstance(value, str):
+        return
     else:
         least = name in _COUNTS or (kind is Reserve and name == "slots")
         yield from _lower_values(value, lowest=1 if least else 0)

@@ -106,6 +106,90 @@ class HostBlocksReleased(Event, frozen=True, gc=False):
     host_blocks: Sequence[int]
 
 
+TransferKind = Literal["store", "demote", "fetch", "promote", "swap_out", "swap_in"]
+"""store: device to host.  demote: host to disk.  fetch: disk to host.  promote: host to device.
+These four move findable blocks (prefix offload).  swap_out and swap_in: device to host and back,
+for a suspended request."""
+
+
+class TransferStarted(Event, frozen=True, gc=False):
+    """A copy of blocks (``sources``) to others (``targets``) is in flight; both ends are pinned.
+
+    Device ends are block ids, with one more reference each; others are slots of their tier.
+    """
+
+    transfer: int
+    """Never used again for another one."""
+    kind: TransferKind
+    group: int
+    sources: Sequence[int]
+    targets: Sequence[int]
+    keys: Sequence[bytes] = ()
+    """Of the blocks; none in swaps, which move what is not findable as well."""
+    request: int | None = None
+    """The suspended request."""
+
+
+class TransferLanded(Event, frozen=True, gc=False):
+    """The first ``parts`` blocks of a transfer have arrived, in all so far."""
+
+    transfer: int
+    parts: int
+
+
+class TransferCancelled(Event, frozen=True, gc=False):
+    """The result of a transfer is not wanted any more; it is still in flight."""
+
+    transfer: int
+
+
+class TransferEnded(Event, frozen=True, gc=False):
+    """A transfer is over; both ends are unpinned.  Only what completed counts.
+
+    Completed copies of findable blocks are findable at their target; a completed swap-out leaves
+    its slots to the request, a completed swap-in the tokens to the request and the slots free.
+    """
+
+    transfer: int
+    result: Literal["completed", "failed", "cancelled"]
+    cause: str = ""
+    """Of a failure: error, timeout, short_write, disk_full, corrupt or crash."""
+
+
+class SlotsEvicted(Event, frozen=True, gc=False):
+    """Blocks on host or disk are not findable any more, in this order, and their slots free.
+
+    ``cause``: pressure (they are about to be reused), request (an evict operation), reset, or
+    corrupt (a look at them showed damage).
+    """
+
+    tier: Literal["host", "disk"]
+    group: int
+    slots: Sequence[int]
+    keys: Sequence[bytes]
+    cause: Literal["pressure", "request", "reset", "corrupt"]
+
+
+class SlotsReleased(Event, frozen=True, gc=False):
+    """A suspended request that ended, or computes anew, gives up its host slots.
+
+    They are free at once, or when the last transfer that uses them ends.
+    """
+
+    tier: Literal["host", "disk"]
+    group: int
+    request: int
+    slots: Sequence[int]
+
+
+class TierReopened(Event, frozen=True, gc=False):
+    """The disk tier came back after a crash and finds exactly these blocks, in this order."""
+
+    group: int
+    slots: Sequence[int]
+    keys: Sequence[bytes]
+
+
 class BlocksPublished(Event, frozen=True, gc=False):
     """Blocks became findable, each under its key."""
 
@@ -221,6 +305,13 @@ AnyEvent = (
     | BlocksSwappedOut
     | BlocksSwappedIn
     | HostBlocksReleased
+    | TransferStarted
+    | TransferLanded
+    | TransferCancelled
+    | TransferEnded
+    | SlotsEvicted
+    | SlotsReleased
+    | TierReopened
     | BlocksPublished
     | BlocksEvicted
     | RequestAdmitted

@@ -12,7 +12,7 @@ Prompts are spelled as segments, not as tokens: see :mod:`kvproof.invariants.pro
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -20,6 +20,8 @@ Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 Tokens = Annotated[int, Meta(ge=1, le=1 << 22)]
 """Beyond any context of today, and still expanded in a moment."""
 Index = Annotated[int, Meta(ge=0, le=1 << 40)]
+Tier = Literal["device", "host", "disk"]
+"""Where KV blocks live: accelerator memory, host memory, files."""
 
 
 class Segment(Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
@@ -65,6 +67,8 @@ class Admit(Operation, frozen=True, gc=False):
     slots: Index = 0
     """Positions that get blocks, from the first on: fewer than the prompt has (its other blocks
     follow, see ``Reserve``), or more.  0: as many as the prompt has."""
+    wait: bool = False
+    """Refused while KV of the prompt is on its way to the device, or a tier has not answered."""
 
 
 class Grow(Operation, frozen=True, gc=False):
@@ -112,9 +116,13 @@ class Fork(Operation, frozen=True, gc=False):
 
 
 class Evict(Operation, frozen=True, gc=False):
-    """Make up to ``blocks`` cached-free blocks unfindable, in the order of the eviction policy."""
+    """Make up to ``blocks`` cached-free blocks unfindable, in the order of the eviction policy.
+
+    On host or disk: blocks that no transfer uses and no suspended request owns.
+    """
 
     blocks: Count = 1
+    tier: Tier = "device"
 
 
 class Reset(Operation, frozen=True, gc=False):
@@ -125,21 +133,26 @@ class Preempt(Operation, frozen=True, gc=False):
     """A running request loses its blocks: it keeps its tokens, to be recomputed.
 
     With ``swap``, its computed blocks are copied to the host first, and copied back when it is
-    resumed; refused while a step in flight carries it.
+    resumed; refused while a step in flight carries it.  With ``late`` as well, the copy stays in
+    flight until completed, and keeps the device blocks until then.
     """
 
     request: Index
     swap: bool = False
+    late: bool = False
 
 
 class Resume(Operation, frozen=True, gc=False):
     """A preempted request asks to be admitted again, with all of its tokens as the prompt.
 
-    ``slots``: as for ``Admit``, but never fewer than what was swapped out.
+    ``slots``: as for ``Admit``, but never fewer than what was swapped out.  With ``late``, what was
+    swapped out is copied back by a transfer that stays in flight until completed; the request is
+    loading until then.
     """
 
     request: Index
     slots: Index = 0
+    late: bool = False
 
 
 class Launch(Operation, frozen=True, gc=False):
@@ -156,6 +169,114 @@ class Launch(Operation, frozen=True, gc=False):
 
 class Retire(Operation, frozen=True, gc=False):
     """The oldest step in flight finishes: its writes have landed, its results are applied."""
+
+
+# -- the memory hierarchy -----------------------------------------------------------------------
+#
+# Transfers are named by their start, those in flight only; ``transfer=k`` is the k-th of them,
+# modulo their number.  None of these operations is ever an error: without a tier to work on, the
+# ones that would need it are refused.
+
+
+class Offload(Operation, frozen=True, gc=False):
+    """Start a copy of findable blocks to the next lower tier (prefix offload).
+
+    The blocks are those that became findable and were not copied since, in that order, from
+    number ``first`` on (modulo their number); ``blocks`` of them (0: all).  To the host from the
+    device, to the disk from the host.
+    """
+
+    to: Literal["host", "disk"] = "host"
+    first: Index = 0
+    blocks: Index = 0
+
+
+class Promote(Operation, frozen=True, gc=False):
+    """Start a copy of a prompt's blocks to the next higher tier.
+
+    To the device from the host, to the host from the disk: the blocks of the prompt that follow
+    those that are there or on their way there already; ``blocks`` of them at most (0: all).
+    """
+
+    prompt: Annotated[tuple[Segment, ...], Meta(min_length=1)]
+    salt: Index = 0
+    adapter: Index = 0
+    media: tuple[Media, ...] = ()
+    to: Literal["device", "host"] = "device"
+    blocks: Index = 0
+
+
+class Land(Operation, frozen=True, gc=False):
+    """``parts`` more blocks of a transfer have arrived; it goes on, and nothing counts yet."""
+
+    transfer: Index = 0
+    parts: Count = 1
+
+
+class Complete(Operation, frozen=True, gc=False):
+    """A transfer ends: all its bytes have arrived.  Results of what was cancelled are void."""
+
+    transfer: Index = 0
+
+
+class Fail(Operation, frozen=True, gc=False):
+    """A transfer ends without all its bytes: none of them counts.
+
+    ``short_write`` and ``disk_full`` happen in the file of a transfer to disk; in others they are
+    errors.  After a ``timeout`` a notice of completion may still come: see ``Notify``.
+    """
+
+    transfer: Index = 0
+    cause: Literal["error", "timeout", "short_write", "disk_full"] = "error"
+
+
+class Cancel(Operation, frozen=True, gc=False):
+    """Nobody wants the result of a transfer any more: both its ends stay pinned until it ends."""
+
+    transfer: Index = 0
+
+
+class Notify(Operation, frozen=True, gc=False):
+    """A notice of completion for one of the latest eight transfers that have ended, newest first.
+
+    A duplicate after ``Complete``, late after ``Fail`` or ``Cancel``: it changes nothing.
+    """
+
+    transfer: Index = 0
+
+
+class Withhold(Operation, frozen=True, gc=False):
+    """So many free blocks of a tier are somebody else's from now on (0: none): as much as is free.
+
+    What makes allocations fail at will.
+    """
+
+    tier: Tier = "device"
+    blocks: Index = 0
+
+
+class Corrupt(Operation, frozen=True, gc=False):
+    """One byte of a block on disk is damaged: of the ``block``-th, in the order of its index."""
+
+    block: Index = 0
+    byte: Index = 0
+
+
+class Restart(Operation, frozen=True, gc=False):
+    """The disk tier dies while it writes the ``transfer``-th copy to it, and comes back.
+
+    ``stage``: 0 before the data, 1 in the middle of the data, 2 after the data, 3 in the middle
+    of the index, 4 after all of it and before it says so.
+    """
+
+    transfer: Index = 0
+    stage: Annotated[int, Meta(ge=0, le=4)] = 0
+
+
+class Slow(Operation, frozen=True, gc=False):
+    """The disk is so many times slower from now on; above 1, look-ups in it have no answer yet."""
+
+    factor: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
 
 
 # -- one floor above: what drives a scheduler -----------------------------------------------------
@@ -190,6 +311,12 @@ class Run(Operation, frozen=True, gc=False):
     iterations: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
 
 
+class Wait(Operation, frozen=True, gc=False):
+    """So much virtual time passes; transfers that have arrived by then are delivered."""
+
+    ns: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
+
+
 AnyOperation = (
     Admit
     | Grow
@@ -204,9 +331,21 @@ AnyOperation = (
     | Resume
     | Launch
     | Retire
+    | Offload
+    | Promote
+    | Land
+    | Complete
+    | Fail
+    | Cancel
+    | Notify
+    | Withhold
+    | Corrupt
+    | Restart
+    | Slow
     | Arrive
     | Schedule
     | Run
+    | Wait
 )
 
 OPERATION_TYPES: tuple[type[Operation], ...] = (
@@ -223,17 +362,45 @@ OPERATION_TYPES: tuple[type[Operation], ...] = (
     Resume,
     Launch,
     Retire,
+    Offload,
+    Promote,
+    Land,
+    Complete,
+    Fail,
+    Cancel,
+    Notify,
+    Withhold,
+    Corrupt,
+    Restart,
+    Slow,
     Arrive,
     Schedule,
     Run,
+    Wait,
 )
 
 ALL_KINDS: tuple[str, ...] = tuple(cls.__name__.lower() for cls in OPERATION_TYPES)
 """The names of all operation kinds, as they stand in a case's ``"op"`` fields."""
-SCHEDULER_KINDS = ("arrive", "schedule", "run", "retire", "abort")
-"""Those that drive a scheduler …"""
-KINDS = tuple(kind for kind in ALL_KINDS if kind not in ("arrive", "schedule", "run"))
-"""… and those that drive a cache."""
+TIER_KINDS = (
+    "offload",
+    "promote",
+    "land",
+    "complete",
+    "fail",
+    "cancel",
+    "notify",
+    "withhold",
+    "corrupt",
+    "restart",
+    "slow",
+)
+"""Those of a memory hierarchy …"""
+SCHEDULER_KINDS = ("arrive", "schedule", "run", "retire", "abort", "wait")
+"""… those that drive a scheduler …"""
+KINDS = tuple(
+    kind for kind in ALL_KINDS if kind not in (*TIER_KINDS, "arrive", "schedule", "run", "wait")
+)
+"""… and those that drive a cache, with or without a hierarchy below it."""
 
 
 def kind_of(operation: Operation) -> str:

@@ -7,6 +7,9 @@ from typing import Literal
 from msgspec import Struct
 
 Status = Literal["done", "refused", "skipped"]
+Answer = Literal["miss", "hit", "hit_pending", "retry"]
+"""What the tiers below the device say about a block: it is not there, it is, it is on its way,
+or a tier has not answered yet (survey row T09)."""
 
 # Reasons of refusal.  A checker predicts refusals exactly, so they are part of the vocabulary.
 NO_FREE_BLOCKS = "no_free_blocks"
@@ -35,6 +38,19 @@ NOT_LAUNCHED = "not_launched"
 """The subject releases only requests that are computed to their end: no token of theirs waits for
 a step or is in one."""
 
+NO_DISK_BLOCKS = "no_disk_blocks"
+"""The disk has no room for the blocks."""
+OFFLOAD_OFF = "offload_off"
+"""The tier is not there, or this meaning of offload is not on."""
+NOTHING_TO_MOVE = "nothing_to_move"
+"""No block is there that the copy could begin with."""
+HIT_PENDING = "hit_pending"
+"""Admission that waits for KV on its way to the device."""
+RETRY = "retry"
+"""A tier that has to be asked has not answered yet."""
+LOADING = "loading"
+"""The request's KV is on its way back from the host."""
+
 
 class Outcome(Struct, frozen=True, gc=False, omit_defaults=True):
     """Done, refused for a reason, or skipped because there was nothing to apply it to."""
@@ -49,6 +65,11 @@ class Outcome(Struct, frozen=True, gc=False, omit_defaults=True):
     """Evict: blocks evicted.  Launch: tokens scheduled.  Retire: requests in the step."""
     children: tuple[int, ...] = ()
     """Fork: identities of the children."""
+    lookup: Literal["", "miss", "hit", "hit_pending", "retry"] = ""
+    """Admit, resume and promote with prefix offload: what the tiers below say about the first
+    block that the device lacks; empty if it lacks none."""
+    transfers: tuple[int, ...] = ()
+    """Transfers that the operation started, or that it was about."""
 
 
 SKIPPED = Outcome("skipped")

@@ -17,6 +17,9 @@ from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.view import View
 
+OffloadMeaning = Literal["none", "suspension", "prefix", "both"]
+EvictionOrder = Literal["lru", "arc"]
+
 
 class Configuration(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Size and limits of the cache under test; drawn by the drivers, part of each case."""
@@ -34,9 +37,65 @@ class Configuration(Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
     """Only scales the byte figures.  The default is the chapter's example: 32 layers, K and V,
     8 KV heads of 128, two bytes an element."""
     host_blocks: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
-    """Swap space: blocks of host memory, in each group."""
+    """Blocks of host memory, in each group."""
     scheduling: Limits = Limits()
     """What bounds a scheduler's iterations."""
+    disk_blocks: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    """Blocks on disk, in each group."""
+    offload: OffloadMeaning = "suspension"
+    """What the tiers are for.  Suspension: preempted requests are swapped out and come back.
+    Prefix: completed blocks are copied and promoted on a hit.  Recompute is always possible."""
+    device_eviction: EvictionOrder = "lru"
+    host_eviction: EvictionOrder = "lru"
+    disk_eviction: EvictionOrder = "lru"
+    host_unit_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Tokens of what moves to and from the host at once; 0: a block."""
+    disk_unit_tokens: Annotated[int, Meta(ge=0)] = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a size below its least, and for tiers that do not fit together."""
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}: at least {least} is needed")
+        for name, tokens in (("host", self.host_unit_tokens), ("disk", self.disk_unit_tokens)):
+            if tokens not in (0, self.block_size):
+                raise ValueError(
+                    f"chunk sizes must agree: {name} units of {tokens} tokens, "
+                    f"device blocks of {self.block_size}"
+                )
+        if self.offload in ("prefix", "both") and not self.host_blocks:
+            raise ValueError(f"offload {self.offload!r} needs host_blocks")
+        if self.disk_blocks and self.offload not in ("prefix", "both"):
+            raise ValueError(f"disk_blocks need prefix offload, not {self.offload!r}")
+
+    @property
+    def meanings(self) -> tuple[str, ...]:
+        """What may become of KV that the device has no room for: for records."""
+        on = {"none": (), "both": ("prefix", "suspension")}.get(self.offload, (self.offload,))
+        return (*(on if self.host_blocks else ()), "recompute")
+
+    @property
+    def offloads_prefixes(self) -> bool:
+        """Whether completed blocks are copied to lower tiers."""
+        return self.offload in ("prefix", "both")
+
+    @property
+    def suspends(self) -> bool:
+        """Whether preempted requests may be swapped out."""
+        return self.offload in ("suspension", "both")
+
+
+_LEAST = {
+    "blocks": 1,
+    "block_size": 1,
+    "requests": 1,
+    "run_ahead": 1,
+    "kv_bytes_per_token": 1,
+    "host_blocks": 0,
+    "disk_blocks": 0,
+    "host_unit_tokens": 0,
+    "disk_unit_tokens": 0,
+}
 
 
 class Semantics(Struct, frozen=True):
@@ -57,9 +116,9 @@ class Semantics(Struct, frozen=True):
     the step is retired.  Otherwise it may do so only when all its tokens are computed."""
     release_order: Literal["tail_first", "any"] = "tail_first"
     """A request gives back its last block first, so that prefixes outlive their extensions."""
-    eviction_order: Literal["lru", "any"] = "lru"
+    eviction_order: Literal["lru", "configured", "any"] = "lru"
     """Cached-free blocks are evicted by the time of their release, oldest first, and only when
-    no empty-free block is left."""
+    no empty-free block is left.  ``configured``: in the order that the configuration names."""
     exact_admission: bool = True
     """An operation is refused for want of blocks exactly when they are not there, and a prefix hit
     is the longest findable prefix of full blocks below the last token."""
@@ -80,6 +139,8 @@ class Semantics(Struct, frozen=True):
     to compute (``items``)."""
     swaps: bool = True
     """Preempted requests may be swapped out to host blocks."""
+    tiers: bool = False
+    """There is a memory hierarchy, as the configuration describes it; its view is a TieredView."""
 
     def features(self) -> frozenset[str]:
         """What situations may need beside operations, by name."""
@@ -90,6 +151,7 @@ class Semantics(Struct, frozen=True):
             "media": self.separates_media,
             "slots": self.slots,
             "swaps": self.swaps,
+            "tiers": self.tiers,
         }
         return frozenset(name for name, has in names.items() if has)
 

@@ -24,6 +24,7 @@ _SPECIFIC_FIRST = (
     "EXCL",
     "VALID",
     "PIN",
+    "XFER",
     "ATOM",
     "REF",
     "ORDER",

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
-RequestState = Literal["running", "preempted", "swapped"]
+from kvproof.invariants.operations import Tier
+
+RequestState = Literal["running", "preempted", "swapped", "loading"]
 Standing = tuple[RequestState, int, int, tuple[int, ...]]
 """A live request's state, its tokens (prompt, grown and sampled), how many of them are computed
-(steps in flight excluded), and the rows of its block table in each group."""
+(steps in flight excluded), and the rows of its block table in each group.  A request is loading
+from its late resumption until the copy of its KV ends; nothing of it counts as computed."""
 
 
 @runtime_checkable
@@ -64,4 +67,36 @@ class View(Protocol):
 
     def request_metrics(self, request: int) -> Mapping[str, int]:
         """The per-request figures that the subject exports for a live request."""
+        ...
+
+
+@runtime_checkable
+class TieredView(View, Protocol):
+    """State of the tiers below the device as well; asked only of subjects that have them."""
+
+    def free_tier_count(self, tier: Tier, group: int) -> int:
+        """Slots of host or disk that a transfer may take: free, or evictable, less withheld."""
+        ...
+
+    def tier_index(self, tier: Tier, group: int) -> Mapping[bytes, int]:
+        """What is findable there: key to slot; look-up must be cheap."""
+        ...
+
+    def tier_pins(self, tier: Tier, group: int) -> Sequence[int]:
+        """By slot: how many transfers in flight use it; indexing must be cheap."""
+        ...
+
+    def victims(self, tier: Tier, group: int) -> Sequence[int]:
+        """Evictable slots, the next victim first; of the device, cached-free blocks."""
+        ...
+
+    def transfers(self) -> Sequence[int]:
+        """Transfers in flight, by their start."""
+        ...
+
+    def tier_content(self, tier: Tier, group: int, slot: int) -> bytes | None:
+        """The key under which the bytes that are really there were computed.
+
+        Read and verified on disk; None if they are damaged.  Of the device: by block id.
+        """
         ...

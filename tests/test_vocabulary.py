@@ -30,6 +30,7 @@ from kvproof.invariants.operations import (
     KINDS,
     OPERATION_TYPES,
     SCHEDULER_KINDS,
+    TIER_KINDS,
     Abort,
     Admit,
     AnyOperation,
@@ -118,7 +119,8 @@ def test_kinds_are_the_names_of_all_operations() -> None:
 
 
 def test_each_operation_drives_a_cache_or_a_scheduler() -> None:
-    assert {*KINDS, *SCHEDULER_KINDS} == set(ALL_KINDS)
+    assert {*KINDS, *TIER_KINDS, *SCHEDULER_KINDS} == set(ALL_KINDS)
+    assert not set(TIER_KINDS) & {*KINDS, *SCHEDULER_KINDS}
     assert set(KINDS) & set(SCHEDULER_KINDS) == {"retire", "abort"}, "these drive both"
 
 

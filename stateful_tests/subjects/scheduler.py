@@ -77,7 +77,7 @@ class SchedulerSubject:
     ``connect`` puts a checker between the two, and makes the scheduler tell its events.
     """
 
-    capabilities = frozenset(SCHEDULER_KINDS)
+    capabilities = frozenset(SCHEDULER_KINDS) - {"wait"}
 
     def __init__(
         self,
