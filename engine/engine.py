@@ -4,8 +4,10 @@ Every public operation is all-or-nothing: it answers with an outcome and, where 
 leaves everything as it was.  Every state change appends a typed event to ``events``.
 
 A request's life: admitted (waiting is the caller's queue) → running → finished or aborted;
-running → preempted → resumed → running.  A step is launched and retired separately: in between
-its requests' results are not known, and the blocks it reads and writes are not reused.
+running → preempted → resumed → running; what was swapped out may be loading before it runs on.
+A step is launched and retired separately: in between its requests' results are not known, and the
+blocks it reads and writes are not reused.  What is below the device, :mod:`kvproof.engine.tiers`
+keeps.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
+from pathlib import Path
+from typing import Literal
 
 from kvproof.engine.arithmetic import (
     blocks_needed,
@@ -23,12 +27,13 @@ from kvproof.engine.arithmetic import (
     full_blocks,
     hit_tokens,
 )
-from kvproof.engine.eviction import EvictionPolicyFactory, LeastRecentlyUsed
-from kvproof.engine.host import HostPool
+from kvproof.engine.eviction import EVICTION_ORDERS, EvictionPolicyFactory
 from kvproof.engine.metrics import Counters
 from kvproof.engine.pool import BlockPool
 from kvproof.engine.request import Request
 from kvproof.engine.steps import Step
+from kvproof.engine.tiers.disk import Files
+from kvproof.engine.tiers.hierarchy import Hierarchy
 from kvproof.invariants.events import (
     BlockCopied,
     BlocksAllocated,
@@ -36,10 +41,7 @@ from kvproof.invariants.events import (
     BlocksReleased,
     BlocksReused,
     BlocksShared,
-    BlocksSwappedIn,
-    BlocksSwappedOut,
     Event,
-    HostBlocksReleased,
     ReleaseFenced,
     RequestAborted,
     RequestAdmitted,
@@ -53,17 +55,22 @@ from kvproof.invariants.events import (
     StepLaunched,
     StepRetired,
 )
-from kvproof.invariants.operations import Media
+from kvproof.invariants.operations import Media, Tier
 from kvproof.invariants.outcomes import (
     BLOCKS_IN_USE,
+    HIT_PENDING,
     IN_FLIGHT,
     LARGER_THAN_POOL,
+    LOADING,
     NO_FREE_BLOCKS,
     NO_HOST_BLOCKS,
     NOT_COMPUTED,
     NOTHING_TO_RUN,
+    OFFLOAD_OFF,
+    RETRY,
     RUN_AHEAD_LIMIT,
     TOO_MANY_REQUESTS,
+    Answer,
     Outcome,
 )
 from kvproof.invariants.subject import Configuration
@@ -72,22 +79,28 @@ _by_id = attrgetter("id")
 
 
 class Engine:
-    """Full attention on the device tier, one pool and one block table per KV cache group."""
+    """Full attention on the device tier, one pool and one block table per KV cache group.
+
+    Device blocks are evicted as the configuration says, or by the policy that is handed in.
+    ``folder`` is where a disk tier keeps its files, ``files`` what it writes them with.
+    """
 
     def __init__(
         self,
         configuration: Configuration,
         *,
         groups: int = 1,
-        eviction: EvictionPolicyFactory = LeastRecentlyUsed,
+        eviction: EvictionPolicyFactory | None = None,
+        folder: Path | None = None,
+        files: Files | None = None,
     ) -> None:
+        order = eviction or EVICTION_ORDERS[configuration.device_eviction]
         self.configuration = configuration
         self.events: list[Event] = []
         self.pools = [
-            BlockPool(configuration.blocks, group, eviction(), self.events)
+            BlockPool(configuration.blocks, group, order(configuration.blocks), self.events)
             for group in range(groups)
         ]
-        self.host_pools = [HostPool(configuration.host_blocks) for _ in range(groups)]
         self.requests: dict[int, Request] = {}
         """Live requests by id; ids count admissions and forks."""
         self.running: list[Request] = []
@@ -96,6 +109,12 @@ class Engine:
         self.steps: deque[Step] = deque()
         """In flight, oldest first."""
         self.counters = Counters()
+        self.hierarchy: Hierarchy | None = None
+        """What is below the device, if anything is."""
+        if configuration.host_blocks:
+            self.hierarchy = Hierarchy(
+                configuration, self.pools, self.events, self.counters, folder=folder, files=files
+            )
         self._next_request = 0
         self._next_step = 0
 
@@ -133,24 +152,26 @@ class Engine:
         adapter: int = 0,
         media: tuple[Media, ...] = (),
         slots: int = 0,
+        wait: bool = False,
     ) -> Outcome:
         """Take in a request with blocks for its prompt, reusing the longest cached prefix.
 
         As many positions get blocks as ``slots`` says, or the prompt has (0).  The engine keeps
         ``prompt`` and will append to it.
-        Refused with ``too_many_requests``, ``larger_than_pool`` or ``no_free_blocks``.
+        Refused with ``too_many_requests``, ``larger_than_pool`` or ``no_free_blocks``; with
+        ``wait`` also with ``hit_pending`` or ``retry``, if that is what the lower tiers say.
         Raises ValueError if the prompt is empty.
         """
         return self.admit_prepared(
-            self.prepare(prompt, salt=salt, adapter=adapter, media=media), slots
+            self.prepare(prompt, salt=salt, adapter=adapter, media=media), slots, wait
         )
 
-    def admit_prepared(self, request: Request, slots: int = 0) -> Outcome:
+    def admit_prepared(self, request: Request, slots: int = 0, wait: bool = False) -> Outcome:
         """As :meth:`admit`, for a request from :meth:`prepare`."""
         request.id = self._next_request
-        refusal = self._place(request, slots)
+        refusal = self._place(request, slots, wait)
         if refusal:
-            return Outcome("refused", refusal)
+            return Outcome("refused", refusal, lookup=request.lookup)
         self._next_request += 1
         self.requests[request.id] = request
         self.running.append(request)
@@ -160,40 +181,55 @@ class Engine:
         counters.prefix_cache_hits += request.computed
         counters.prefix_cache_queries += request.input_tokens
         self.events.append(RequestAdmitted(request.id, request.input_tokens, request.computed))
-        return Outcome("done", None, request.id, request.computed)
+        return Outcome("done", None, request.id, request.computed, lookup=request.lookup)
 
-    def resume(self, request: Request, slots: int = 0) -> Outcome:
+    def resume(self, request: Request, slots: int = 0, late: bool = False) -> Outcome:
         """Take in a preempted request again: all its tokens are the prompt.
 
-        A swapped one gets its computed tokens back from the host.
-        Refused as :meth:`admit`.  Raises ValueError if the request is not preempted.
+        A swapped one gets its computed tokens back from the host, with ``late`` only when the
+        copies have ended.
+        Refused as :meth:`admit`, or with ``in_flight`` while it is still being swapped out.
+        Raises ValueError if the request is not preempted.
         """
         if request not in self.preempted:
             raise ValueError(f"request {request.id} is not preempted")
-        place = self._place_swapped if request.swapped else self._place
-        refusal = place(request, slots)
+        if request.swapped:
+            return self._swap_in(request, slots, late)
+        refusal = self._place(request, slots)
         if refusal:
-            return Outcome("refused", refusal, request.id)
+            return Outcome("refused", refusal, request.id, lookup=request.lookup)
+        self._run_again(request)
+        return Outcome("done", None, request.id, request.computed, lookup=request.lookup)
+
+    def _run_again(self, request: Request) -> None:
         self.preempted.remove(request)
         insort(self.running, request, key=_by_id)
+        request.running = True
         self.events.append(RequestResumed(request.id, request.computed))
-        return Outcome("done", None, request.id, request.computed)
 
-    def _place(self, request: Request, slots: int) -> str | None:
+    def _place(self, request: Request, slots: int, wait: bool = False) -> str | None:
         """Give the request its blocks, or say why not and change nothing."""
         needed = blocks_needed(slots or len(request.tokens), request.block_size)
+        request.lookup = ""
         if len(self.running) >= self.configuration.requests:
             return TOO_MANY_REQUESTS
         if needed > self.configuration.blocks:
             return LARGER_THAN_POOL
         matches = self._lookup(request)
         reused = len(matches[0])
+        if self.hierarchy is not None:
+            request.lookup = self._look_below(request, reused)
+            if wait and request.lookup in (HIT_PENDING, RETRY):
+                self.counters.stalls += 1
+                return request.lookup
         needed = max(needed, reused)
         for pool in self.pools:
             # A hit on a cached-free block takes from the free ones too (bug B145).
             revived = pool.count_unreferenced(matches[pool.group])
             if needed - reused + revived > pool.free_count:
                 return NO_FREE_BLOCKS
+        if self.hierarchy is not None:
+            self._count_hits(request, reused)
         # Hits are referenced in every group before any block is taken: taking may evict.
         for pool in self.pools:
             self._reuse(pool, request, matches[pool.group])
@@ -204,43 +240,71 @@ class Engine:
         request.published = reused
         return None
 
-    def _place_swapped(self, request: Request, slots: int) -> str | None:
-        """Give a swapped request blocks and its bytes, or say why not and change nothing."""
-        needed = blocks_needed(slots or len(request.tokens), request.block_size)
-        needed = max(needed, len(request.host_tables[0]))
+    def _swap_in(self, request: Request, slots: int, late: bool) -> Outcome:
+        """Give a swapped request blocks, and its bytes, or refuse and change nothing."""
+        rows = blocks_needed(request.suspended, request.block_size)
+        needed = max(blocks_needed(slots or len(request.tokens), request.block_size), rows)
+        refusal = self._refuses_swap_in(request, needed)
+        if refusal:
+            return Outcome("refused", refusal, request.id)
+        for pool in self.pools:
+            self._allocate(pool, request, needed)
+        request.swapped = False
+        request.computed = request.scheduled = 0
+        transfers = []
+        if rows and self.hierarchy is not None:
+            transfers = self.hierarchy.swap_in(request)
+            for transfer in () if late else transfers:
+                self.hierarchy.complete(transfer)
+        else:
+            request.host_tables = []
+        self._run_again(request)
+        numbers = tuple([transfer.id for transfer in transfers])
+        return Outcome("done", None, request.id, request.computed, transfers=numbers)
+
+    def _refuses_swap_in(self, request: Request, needed: int) -> str | None:
+        if self.hierarchy is not None and self.hierarchy.departing(request):
+            return IN_FLIGHT
         if len(self.running) >= self.configuration.requests:
             return TOO_MANY_REQUESTS
         if needed > self.configuration.blocks:
             return LARGER_THAN_POOL
         if any(needed > pool.free_count for pool in self.pools):
             return NO_FREE_BLOCKS
-        for pool in self.pools:
-            self._allocate(pool, request, needed)
-            self._swap_in(pool, request)
-        request.host_tables = []
-        request.swapped = False
-        request.running = True
         return None
-
-    def _swap_in(self, pool: BlockPool, request: Request) -> None:
-        source = request.host_tables[pool.group]
-        target = request.tables[pool.group][: len(source)]
-        self.events.append(BlocksSwappedIn(pool.group, request.id, source, target))
-        self.host_pools[pool.group].release(source)
-        self.counters.blocks_promoted += len(source)
 
     def _lookup(self, request: Request) -> list[list[int]]:
         """Per group, the blocks of the longest cached prefix; never the last token's block."""
-        length, size = len(request.tokens), request.block_size
-        matched = hit_tokens(length, length, size) // size
-        if not self.configuration.prefix_caching:
-            matched = 0
+        matched = self._rows_to_hit(request)
         matches = []
         for pool in self.pools:
             matches.append(pool.match(request.block_keys(pool.group, matched), matched))
             matched = len(matches[-1])
         # Groups agree on the shortest hit: what one of them lost, all compute again.
         return [match[:matched] for match in matches]
+
+    def _rows_to_hit(self, request: Request) -> int:
+        """Full blocks below the last token: those that an admission may find cached."""
+        if not self.configuration.prefix_caching:
+            return 0
+        length, size = len(request.tokens), request.block_size
+        return hit_tokens(length, length, size) // size
+
+    def _look_below(self, request: Request, row: int) -> Answer | Literal[""]:
+        """What the lower tiers say about the first row that the device lacks, if it lacks any."""
+        hierarchy = self.hierarchy
+        if hierarchy is None or not hierarchy.caches("host") or row >= self._rows_to_hit(request):
+            return ""
+        return hierarchy.lookup(request, row)
+
+    def _count_hits(self, request: Request, rows: int) -> None:
+        """An admission finds so many rows on the device; only a first one is counted."""
+        hierarchy = self.hierarchy
+        if hierarchy is None or not hierarchy.caches("host"):
+            return
+        if request.id not in self.requests:
+            hierarchy.count_lookup(request, self._rows_to_hit(request))
+        hierarchy.touch(request, rows)
 
     def _reuse(self, pool: BlockPool, request: Request, match: list[int]) -> None:
         if match:
@@ -279,9 +343,12 @@ class Engine:
     def grow(self, request: Request, tokens: Sequence[int]) -> Outcome:
         """Append tokens, with slots for them; copies a shared last block before it is written.
 
-        Refused with ``no_free_blocks``.  Raises ValueError if the request is not running.
+        Refused with ``loading`` or ``no_free_blocks``.  Raises ValueError if the request is not
+        running.
         """
         _must_run(request)
+        if request.transfers:
+            return Outcome("refused", LOADING, request.id)
         plans = []
         for pool in self.pools:
             copy, take = self._needs(pool, request, len(tokens))
@@ -310,12 +377,15 @@ class Engine:
     def decode(self, requests: Sequence[Request], tokens: Sequence[int]) -> Outcome:
         """Append one token to each of several different requests: to all of them, or to none.
 
-        Refused with ``no_free_blocks`` if their growths, each judged by itself, take more blocks
-        than are free.  Raises ValueError if one of them is not running.
+        Refused with ``loading`` if one of them is, with ``no_free_blocks`` if their growths, each
+        judged by itself, take more blocks than are free.
+        Raises ValueError if one of them is not running.
         """
         growing = []
         for request in requests:
             _must_run(request)
+            if request.transfers:
+                return Outcome("refused", LOADING)
             size = request.block_size
             length = len(request.tokens)
             if length % size:
@@ -425,28 +495,44 @@ class Engine:
         self.events.append(RequestAborted(request.id))
         return Outcome("done", None, request.id)
 
-    def swap_out(self, request: Request) -> Outcome:
-        """A running request is preempted; its computed blocks are copied to the host first.
+    def swap_out(self, request: Request, late: bool = False) -> Outcome:
+        """A running request is preempted; its computed blocks are copied to the host.
 
-        Refused with ``in_flight`` or ``no_host_blocks``.  Raises ValueError if it is not running.
+        With ``late`` the copies are in flight until they are completed, and keep the blocks until
+        then.  Refused with ``offload_off``, ``in_flight`` or ``no_host_blocks``.
+        Raises ValueError if the request is not running.
         """
         _must_run(request)
-        if request.steps_in_flight:
-            return Outcome("refused", IN_FLIGHT, request.id)
         rows = blocks_needed(request.computed, request.block_size)
-        if any(rows > pool.free_count for pool in self.host_pools):
-            return Outcome("refused", NO_HOST_BLOCKS, request.id)
-        computed = request.computed
-        for pool in self.pools:
-            blocks = request.tables[pool.group][:rows]
-            host = self.host_pools[pool.group].take(rows)
-            request.host_tables.append(host)
-            self.events.append(BlocksSwappedOut(pool.group, request.id, blocks, host))
-            self.counters.blocks_offloaded += rows
-        self.preempt(request)
+        refusal = self._refuses_swap_out(request, rows)
+        if refusal:
+            return Outcome("refused", refusal, request.id)
+        computed, transfers = request.computed, []
+        request.host_tables = [[] for _ in self.pools]
+        if rows and self.hierarchy is not None:
+            transfers = self.hierarchy.swap_out(request, rows)
+        self._stop(request)
         request.swapped = True
         request.computed = request.scheduled = computed
-        return Outcome("done", None, request.id)
+        self.counters.suspensions += 1
+        if self.hierarchy is not None:
+            for transfer in () if late else transfers:
+                self.hierarchy.complete(transfer)
+        numbers = tuple([transfer.id for transfer in transfers])
+        return Outcome("done", None, request.id, transfers=numbers)
+
+    def _refuses_swap_out(self, request: Request, rows: int) -> str | None:
+        if not self.configuration.suspends:
+            return OFFLOAD_OFF
+        if request.steps_in_flight or request.transfers:
+            return IN_FLIGHT
+        if any(rows > self.host_free(pool.group) for pool in self.pools):
+            return NO_HOST_BLOCKS
+        return None
+
+    def host_free(self, group: int) -> int:
+        """Host blocks that a suspended request may take."""
+        return self.hierarchy.host[group].free_count if self.hierarchy is not None else 0
 
     def preempt(self, request: Request) -> Outcome:
         """A running request gives back its blocks; it keeps its tokens, to be recomputed.
@@ -454,6 +540,12 @@ class Engine:
         Raises ValueError if the request is not running.
         """
         _must_run(request)
+        self._release_host(request)
+        self._stop(request)
+        return Outcome("done", None, request.id)
+
+    def _stop(self, request: Request) -> None:
+        """It gives back its device blocks, and joins the preempted ones."""
         self._release(request)
         self.running.remove(request)
         insort(self.preempted, request, key=_by_id)
@@ -463,7 +555,6 @@ class Engine:
         request.steps_in_flight = 0
         self.counters.preemptions += 1
         self.events.append(RequestPreempted(request.id))
-        return Outcome("done", None, request.id)
 
     def _end(self, request: Request) -> None:
         if request.running:
@@ -472,14 +563,13 @@ class Engine:
             request.running = False
         else:
             self.preempted.remove(request)
-            self._release_host(request)
+        self._release_host(request)
         del self.requests[request.id]
 
     def _release_host(self, request: Request) -> None:
-        for group, blocks in enumerate(request.host_tables):
-            self.host_pools[group].release(blocks)
-            self.events.append(HostBlocksReleased(group, request.id, blocks))
-        request.host_tables = []
+        """What the host has of a suspended request is not wanted any more."""
+        if request.host_tables and self.hierarchy is not None:
+            self.hierarchy.release(request)
 
     def _release(self, request: Request) -> None:
         """Give back all blocks, now or when the last step that uses them is retired."""
@@ -500,15 +590,42 @@ class Engine:
 
     # -- the prefix cache ----------------------------------------------------------------------
 
-    def evict(self, blocks: int) -> Outcome:
-        """Make up to ``blocks`` cached-free blocks per group unfindable, as the policy orders."""
-        return Outcome("done", count=sum(pool.evict(blocks, "request") for pool in self.pools))
+    def evict(self, blocks: int, tier: Tier = "device") -> Outcome:
+        """Make up to ``blocks`` evictable blocks per group unfindable, as the policy orders.
+
+        On a lower tier refused with ``offload_off`` if nothing is copied to it.
+        """
+        if tier == "device":
+            return Outcome("done", count=sum(pool.evict(blocks, "request") for pool in self.pools))
+        if self.hierarchy is None or not self.hierarchy.caches(tier):
+            return Outcome("refused", OFFLOAD_OFF)
+        return Outcome("done", count=self.hierarchy.evict(tier, blocks))
 
     def reset(self) -> Outcome:
-        """Empty the prefix cache; refused with ``blocks_in_use`` while any is referenced."""
-        if any(pool.free_count < pool.usable for pool in self.pools):
+        """Empty the prefix cache, on all tiers.
+
+        Refused with ``blocks_in_use`` while any block is referenced, or a transfer is in flight.
+        """
+        hierarchy = self.hierarchy
+        if any(pool.free_count + pool.withheld < pool.usable for pool in self.pools) or (
+            hierarchy is not None and hierarchy.transfers
+        ):
             return Outcome("refused", BLOCKS_IN_USE)
-        return Outcome("done", count=sum(p.evict(p.usable, "reset") for p in self.pools))
+        below = hierarchy.reset() if hierarchy is not None else 0
+        return Outcome("done", count=below + sum(p.evict(p.usable, "reset") for p in self.pools))
+
+    def promote(self, request: Request, to: Tier, blocks: int = 0) -> Outcome:
+        """Start to copy a prepared request's blocks upwards: see :meth:`Hierarchy.promote`."""
+        if self.hierarchy is None:
+            return Outcome("refused", OFFLOAD_OFF)
+        rows, hit = self._rows_to_hit(request), len(self._lookup(request)[0])
+        return self.hierarchy.promote(to, request, hit=hit, rows=rows, blocks=blocks)
+
+    def withhold(self, tier: Tier, blocks: int) -> Outcome:
+        """So many free blocks of each group are somebody else's, or as many as are free."""
+        below = self.hierarchy.pools(tier) if self.hierarchy is not None else []
+        pools = self.pools if tier == "device" else below
+        return Outcome("done", count=sum([pool.withhold(blocks) for pool in pools]))
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -542,7 +659,12 @@ class Engine:
         return Outcome("done", count=step.tokens)
 
     def pending(self, request: Request) -> int:
-        """Tokens of a running request that have slots and are in no step yet."""
+        """Tokens of a running request that have slots and are in no step yet.
+
+        While it is loading, none: what comes before them is not there.
+        """
+        if request.transfers:
+            return 0
         tokens, slots = len(request.tokens), len(request.tables[0]) * request.block_size
         return (tokens if tokens < slots else slots) - request.scheduled
 
@@ -600,6 +722,8 @@ class Engine:
             while row < full and pool.publish(table[row], keys[row + 1]):
                 row += 1
             if row > first:
+                if self.hierarchy is not None:
+                    self.hierarchy.computed(pool.group, table[first:row], keys[first + 1 : row + 1])
                 self.events.append(
                     BlocksPublished(
                         pool.group, request.id, first, table[first:row], keys[first + 1 : row + 1]

@@ -26,6 +26,7 @@ class Job:
         "output",
         "outputs",
         "priority",
+        "promotions",
         "prompt_tokens",
         "rank",
         "scheduled_ns",
@@ -49,6 +50,8 @@ class Job:
         """What the cache knows of it; None before its first admission."""
         self.rank = -1
         """Of its first admission."""
+        self.promotions = 0
+        """Copies towards the device that were begun for it."""
         self.scheduled_ns = self.first_token_ns = self.last_token_ns = -1
         self.waiting_state = RequestState(
             number,

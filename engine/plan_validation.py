@@ -70,6 +70,12 @@ class Validation:
         return admissions
 
     def _share(self, job: Job, tokens: int) -> None:
+        if job.state == "waiting" and self._scheduler.is_deferred(job.id):
+            raise PolicyError(
+                "unready",
+                f"the plan runs request {job.id}, which was not shown to it: KV is on its way to "
+                "that request, or to one that arrived before",
+            )
         pending = self._pending(job)
         if pending < 1:
             raise PolicyError(

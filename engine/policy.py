@@ -107,7 +107,7 @@ class SchedulerState(Protocol):
     cached_free_blocks: int
     """Of the free blocks, those in which a prefix is still findable."""
     fenced_blocks: int
-    """Blocks that were given back, but that a step in flight still uses: not free yet."""
+    """Blocks that nobody has, but that a step or a copy in flight still uses: not free yet."""
     free_host_blocks: int
     """Free blocks of swap space; a swap takes as many as the computed tokens fill."""
 
@@ -123,7 +123,11 @@ class SchedulerState(Protocol):
 
     @property
     def waiting(self) -> Sequence[RequestState]:
-        """Never admitted ones, by arrival.  May be long: do not walk it to the end needlessly."""
+        """Never admitted ones, by arrival.  May be long: do not walk it to the end needlessly.
+
+        Where KV of one of them is on its way from host or disk, that one and all behind it are left
+        out until it has come: who was here before may be here again.
+        """
         ...
 
     def blocks_for(self, request: RequestState, tokens: int) -> int:

@@ -5,15 +5,15 @@ A block is in exactly one of three classes (survey row D01):
 * empty-free: no reference, nothing findable in it; reused last in, first out;
 * cached-free: no reference, still findable under its key; evicted only when no empty-free block
   is left, in the order of the eviction policy;
-* referenced: one or more block tables (or fences of steps in flight) hold it.
+* referenced: one or more block tables (or fences of steps, or transfers, in flight) hold it.
 
 Block 0 is the null block: never free, never written, in no request's table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice, takewhile
 from typing import Literal
 
 from kvproof.engine.eviction import EvictionPolicy
@@ -41,6 +41,8 @@ class BlockPool:
         "keys",
         "ref_counts",
         "usable",
+        "watch",
+        "withheld",
     )
 
     def __init__(
@@ -53,6 +55,11 @@ class BlockPool:
         self.index: dict[bytes, tuple[int, ...]] = {}
         """The block that is findable under a key, as the view shows it: duplicates stay private."""
         self.free_count = blocks
+        """Blocks that may be taken, empty or cached, but for what is withheld."""
+        self.withheld = 0
+        """Free blocks that are somebody else's: no particular ones."""
+        self.watch: Callable[[bytes, bool], None] | None = None
+        """Is told each key that becomes findable (true) or unfindable."""
         self.evictions = 0
         self.generation = 0
         """Changes whenever a block becomes findable, unfindable, referenced or unreferenced: while
@@ -76,16 +83,18 @@ class BlockPool:
         self.free_count -= count
         return taken
 
+    def withhold(self, count: int) -> int:
+        """So many free blocks are somebody else's from now on, or as many as are free."""
+        self.free_count += self.withheld
+        self.withheld = min(count, self.free_count)
+        self.free_count -= self.withheld
+        return self.withheld
+
     def match(self, keys: Sequence[bytes], count: int) -> list[int]:
         """The findable blocks of the longest prefix of ``keys[1:count+1]``; takes no reference."""
-        index = self.index
-        found: list[int] = []
-        for i in range(1, count + 1):
-            blocks = index.get(keys[i])
-            if blocks is None:
-                break
-            found += blocks
-        return found
+        # All in C: a prompt may have thousands of blocks, and a policy asks at each iteration.
+        found = takewhile(bool, map(self.index.get, islice(keys, 1, count + 1)))
+        return list(chain.from_iterable(found))  # type: ignore[arg-type]
 
     def count_unreferenced(self, blocks: Sequence[int]) -> int:
         """How many of ``blocks`` would leave the free ones when referenced (survey row R16)."""
@@ -101,6 +110,10 @@ class BlockPool:
     def cached_free_count(self) -> int:
         """Free blocks in which something is findable."""
         return len(self._cached)
+
+    def victims(self) -> Iterator[int]:
+        """These blocks, the next to be evicted first."""
+        return iter(self._cached)
 
     def share(self, blocks: Sequence[int]) -> None:
         """One more reference to each; a cached-free block is no longer free."""
@@ -120,10 +133,11 @@ class BlockPool:
             count = ref_counts[block] = ref_counts[block] - 1
             if count == 0:
                 self.free_count += 1
-                if keys[block] is None:
+                key = keys[block]
+                if key is None:
                     self._empty.append(block)
                 else:
-                    cache(block)
+                    cache(block, key)
 
     def publish(self, block: int, key: bytes) -> bool:
         """Make a full block findable, unless its content already is in another block."""
@@ -132,6 +146,8 @@ class BlockPool:
         self.generation += 1
         self.index[key] = (block,)
         self.keys[block] = key
+        if self.watch is not None:
+            self.watch(key, True)
         return True
 
     def evict(self, count: int, cause: Literal["request", "reset"]) -> int:
@@ -149,10 +165,10 @@ class BlockPool:
         if not count:
             return []
         victims, keys = [], []
-        next_victim, remove, forget = self._cached.victim, self._cached.remove, self._forget
+        next_victim, evicted, forget = self._cached.victim, self._cached.evicted, self._forget
         for _ in range(count):
             block = next_victim()
-            remove(block)
+            evicted(block)
             victims.append(block)
             keys.append(forget(block))
         self.evictions += count
@@ -166,4 +182,6 @@ class BlockPool:
         assert key is not None, "a cached-free block has a key"
         del self.index[key]
         self.keys[block] = None
+        if self.watch is not None:
+            self.watch(key, False)
         return key

@@ -1,6 +1,6 @@
 """The chapter's figures for Prometheus: ``export(scheduler)``, and they are there to be scraped.
 
-The scheduler's fourteen figures are read when they are scraped, so that exporting costs the
+The scheduler's figures are read when they are scraped, so that exporting costs the
 scheduler nothing; figures of requests are observed once each, when the request finishes.  Names
 are the chapter's, with the prefix ``kvproof_``; counters end in ``_total`` and histograms of times
 are in seconds, as Prometheus wants it.  What the figures mean is said in
@@ -32,6 +32,8 @@ GAUGES = {
     "active_sequences": "Running requests.",
     "waiting_sequences": "Requests that wait: new, preempted and swapped out ones.",
     "batch_size_by_iteration": "Requests in the latest step.",
+    "capacity_gained_tokens": "Tokens findable on host or disk, but not on the device.",
+    "suspended_sequences": "Live requests whose KV only the host holds.",
 }
 COUNTERS = {
     "admissions": "First admissions.",
@@ -43,7 +45,37 @@ COUNTERS = {
     "host_offload_bytes": "Bytes copied from the device to the host.",
     "host_promotions": "Blocks copied from the host back to the device.",
     "iterations": "Steps launched.",
+    "prefix_store_bytes": "Bytes of completed blocks copied from the device to the host.",
+    "prefix_load_bytes": "Bytes of completed blocks copied from the host to the device.",
+    "suspend_out_bytes": "Bytes of preempted requests copied from the device to the host.",
+    "suspend_in_bytes": "Bytes of preempted requests copied from the host to the device.",
+    "disk_store_bytes": "Bytes copied from the host to the disk.",
+    "disk_load_bytes": "Bytes copied from the disk to the host.",
+    "device_queries": "Blocks of prompts looked up at first admissions with prefix offload.",
+    "device_hits": "Of these, blocks that the device had.",
+    "host_queries": "Blocks of prompts that the device did not have.",
+    "host_hits": "Of these, blocks that the host had.",
+    "disk_queries": "Blocks of prompts that neither device nor host had.",
+    "disk_hits": "Of these, blocks that the disk had.",
+    "host_evictions": "Host blocks whose content became unfindable.",
+    "disk_evictions": "Disk blocks whose content became unfindable.",
+    "corrupt_blocks": "Disk blocks that were found to be damaged.",
+    "transfers_failed": "Copies that ended without all their bytes.",
+    "suspensions": "Requests that were swapped out.",
+    "stalls": "Request-iterations held back for KV on its way to the device.",
+    "promotions": "Copies from the host to the device that arrived.",
+    "fetches": "Copies from the disk to the host that arrived.",
 }
+DURATIONS = {
+    "stall_time": "Time that requests were held back for KV on its way to the device.",
+    "promotion_time": "From the start of copies from the host to the device to their arrival.",
+    "fetch_time": "From the start of copies from the disk to the host to their arrival.",
+    "store_busy": "Time in which blocks were copied from the device to the host.",
+    "promote_busy": "Time in which blocks were copied from the host to the device.",
+    "demote_busy": "Time in which blocks were copied from the host to the disk.",
+    "fetch_busy": "Time in which blocks were copied from the disk to the host.",
+}
+"""Counters of time, which the scheduler has in nanoseconds."""
 
 TIMES_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 """Upper bounds of buckets of times."""
@@ -126,6 +158,9 @@ class SchedulerCollector(Collector):
             yield GaugeMetricFamily(PREFIX + name, meaning, value=figures[name])
         for name, meaning in COUNTERS.items():
             yield CounterMetricFamily(PREFIX + name, meaning, value=figures[name])
+        for name, meaning in DURATIONS.items():
+            seconds = figures[f"{name}_ns"] / NS_PER_S
+            yield CounterMetricFamily(f"{PREFIX}{name}_seconds", meaning, value=seconds)
         yield InfoMetricFamily(PREFIX + "cache", "What the cache holds.", value=self._info)
         for histogram in self._histograms.values():
             yield from histogram.collect()

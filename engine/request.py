@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Literal
 
 from kvproof.engine.keys import block_key, media_part, root_key
 from kvproof.invariants.operations import Media
+from kvproof.invariants.outcomes import Answer
 
 
 class Request:
@@ -27,15 +29,18 @@ class Request:
         "input_tokens",
         "keys",
         "last_step",
+        "lookup",
         "media",
         "published",
         "running",
         "salt",
         "scheduled",
         "steps_in_flight",
+        "suspended",
         "swapped",
         "tables",
         "tokens",
+        "transfers",
     )
 
     def __init__(
@@ -68,10 +73,21 @@ class Request:
         self.running = False
         self.swapped = False
         self.host_tables: list[list[int]] = []
-        """While it is swapped out: per group, the host blocks with its computed tokens."""
+        """From its suspension until it is back: per group, the host slots with its tokens."""
+        self.suspended = 0
+        """How many computed tokens these hold."""
+        self.transfers: tuple[int, ...] = ()
+        """Copies of its blocks in flight: to the host while it is swapped, else back from there."""
+        self.lookup: Answer | Literal[""] = ""
+        """What the tiers below the device said at its latest admission."""
         self.steps_in_flight = 0
         self.last_step = -1
         self.cached_tokens = 0
+
+    @property
+    def loading(self) -> bool:
+        """Whether it runs already, but its KV is on its way back: nothing of it is computed."""
+        return self.running and bool(self.transfers)
 
     def block_keys(self, group: int, count: int) -> Sequence[bytes]:
         """Keys of the first ``count`` full blocks, after the root at index 0."""

@@ -13,6 +13,9 @@ each all-or-nothing, and never touches a block itself.  One iteration:
 and those that stop give back their blocks.  Up to ``configuration.run_ahead`` steps are in flight:
 with two, the next iteration is planned while the tokens of this one are not known yet (survey
 Q18), and blocks given back meanwhile stay fenced until the step that uses them is retired.
+
+Where completed blocks are copied to lower tiers, an :class:`~kvproof.engine.offloading.Offloader`
+does that before each plan.  Swaps are copied within the iteration: its step takes longer by that.
 """
 
 from __future__ import annotations
@@ -28,10 +31,12 @@ from kvproof.engine.engine import Engine
 from kvproof.engine.isolation import SECONDS_PER_CALL, PolicyError, call_policy
 from kvproof.engine.job import Hit, Job, cached, job_times
 from kvproof.engine.metrics import request_metrics, scheduler_metrics
+from kvproof.engine.offloading import NO_COPIES, Offloader
 from kvproof.engine.plan_validation import Validation
 from kvproof.engine.policy import Plan, RequestState, SchedulerPolicy
 from kvproof.engine.request import Request
 from kvproof.engine.scheduler_state import State
+from kvproof.invariants.events import TransferKind
 from kvproof.invariants.operations import (
     Abort,
     Admit,
@@ -151,14 +156,33 @@ class Scheduler:
         self._hits: dict[int, tuple[int, Hit]] = {}
         """Of those that wait: what they would find, in which generation of the pools."""
         self._steps: list[_StepRecord] = []
-        self._perform = perform
-        self._emit = emit
+        self._swap_ns = 0
+        """What the swaps of this iteration take."""
+        self.perform = perform
+        self.emit = emit
         self._seconds_per_call = seconds_per_call
+        prefixes = self.configuration.offloads_prefixes
+        self.offloader = Offloader(self) if prefixes else None
 
     @property
     def next_finish_ns(self) -> int | None:
         """Virtual time at which the oldest step in flight ends; None if there is none."""
         return self._steps[0].finish_ns if self._steps else None
+
+    @property
+    def next_delivery_ns(self) -> int | None:
+        """Virtual time at which the next copy has arrived; None if there is none."""
+        return self.offloader.next_delivery_ns if self.offloader is not None else None
+
+    def is_deferred(self, number: int) -> bool:
+        """Whether a waiting request may not be admitted, since KV is on its way.
+
+        Its own, or that of one that arrived before it.
+        """
+        offloader = self.offloader
+        return (
+            offloader is not None and bool(offloader.deferred) and number >= offloader.deferred[0]
+        )
 
     # -- the clients' side -----------------------------------------------------------------------
 
@@ -177,7 +201,7 @@ class Scheduler:
         self.arrivals += 1
         self.jobs[job.id] = job
         self.waiting.append(job.waiting_state)
-        self._emit(
+        self.emit(
             RequestArrived(job.id, now, job.prompt_tokens, job.max_tokens, job.output, job.priority)
         )
         return Outcome("done", None, job.id)
@@ -193,9 +217,9 @@ class Scheduler:
         """A live request is cancelled, wherever it stands.  Raises KeyError if it is not live."""
         job = self.jobs[number]
         if job.cache is not None:
-            self._do(Abort(_index(sorted(self.engine.requests), job.cache.id)))
+            self.must(Abort(_index(sorted(self.engine.requests), job.cache.id)))
         self._forget(job)
-        self._emit(RequestCancelled(job.id))
+        self.emit(RequestCancelled(job.id))
         return Outcome("done", None, job.id)
 
     def _forget(self, job: Job) -> None:
@@ -222,14 +246,16 @@ class Scheduler:
             return Outcome("refused", RUN_AHEAD_LIMIT)
         if not self.jobs:
             return Outcome("refused", NOTHING_TO_RUN)
+        if self.offloader is not None:
+            self.offloader.before_plan()
         state = State(self)
         try:
             plan = call_policy(self.policy, state, self._seconds_per_call)
             for request, tokens, blocks, cached_tokens in state.looked_up()[0]:
-                self._emit(BlocksCounted(request, tokens, blocks, cached_tokens))
+                self.emit(BlocksCounted(request, tokens, blocks, cached_tokens))
             Validation(self, state).check(plan)
         except PolicyError as error:
-            self._emit(PlanRejected(error.kind, error.message, state.summary()))  # type: ignore[arg-type]
+            self.emit(PlanRejected(error.kind, error.message, state.summary()))  # type: ignore[arg-type]
             return Outcome("refused", POLICY_FAILED)
         finally:
             state.close()
@@ -255,9 +281,8 @@ class Scheduler:
         parts, outcome = self._launch(plan.run) if plan.run else ((), None)
         self.iterations += 1
         if not self._steps:
-            # Nothing runs: time passes all the same, for a policy that waits for it.
-            self.clock.advance(self.cost.step_ns)
-        self._emit(
+            self._let_time_pass()
+        self.emit(
             Scheduled(
                 self.iterations - 1,
                 self.clock.now_ns,
@@ -271,12 +296,26 @@ class Scheduler:
         )
         return Outcome("done", count=outcome.count if outcome else 0)
 
+    def _let_time_pass(self) -> None:
+        """Nothing runs: time passes all the same, for a policy that waits for it."""
+        until_ns = self.clock.now_ns + self.cost.step_ns
+        delivery_ns = self.next_delivery_ns
+        self.clock.advance_to(until_ns if delivery_ns is None else min(until_ns, delivery_ns))
+
     def _suspend(self, job: Job, *, swap: bool) -> None:
         request = cached(job)
-        self._do(Preempt(self._running_index(request), swap))
+        if swap:
+            self._swap_ns += self._copy_ns("swap_out", request)
+        self.must(Preempt(self._running_index(request), swap))
         job.state = "swapped" if swap else "preempted"
         self.suspended[job.id] = job
         del self.by_cache_id[request.id]
+
+    def _copy_ns(self, kind: TransferKind, request: Request) -> int:
+        """What it takes to swap the request's computed tokens out or in."""
+        size = request.block_size
+        blocks = blocks_needed(request.computed, size) * len(self.engine.pools)
+        return self.cost.copy_ns(kind, blocks * size * self.configuration.kv_bytes_per_token)
 
     def _admit_all(
         self,
@@ -300,11 +339,11 @@ class Scheduler:
             if job.state != "running":
                 self._admit(job, slots[job.id])
             elif slots[job.id] > _slots(cached(job)):
-                self._do(Reserve(self._running_index(cached(job)), slots[job.id]))
+                self.must(Reserve(self._running_index(cached(job)), slots[job.id]))
             request = cached(job)
             if request.scheduled + tokens > len(request.tokens):
                 # Its latest output token: it was delivered, but the cache has not seen it yet.
-                self._do(Decode((self._running_index(request),), CHOICE))
+                self.must(Decode((self._running_index(request),), CHOICE))
 
     def _grow(self, run: Iterable[tuple[int, int]]) -> None:
         """Slots for what the running ones compute: the latest output token, or a chunk."""
@@ -316,20 +355,22 @@ class Scheduler:
             if request.scheduled + tokens > len(request.tokens):
                 decoding.append(index_of[request.id])
             elif request.scheduled + tokens > _slots(request):
-                self._do(Reserve(index_of[request.id], request.scheduled + tokens))
+                self.must(Reserve(index_of[request.id], request.scheduled + tokens))
         if decoding:
-            self._do(Decode(tuple(decoding), CHOICE))
+            self.must(Decode(tuple(decoding), CHOICE))
 
     def _admit(self, job: Job, slots: int) -> None:
         engine = self.engine
         if job.cache is None:
-            outcome = self._do(Admit(job.admit.prompt, salt=job.admit.salt, slots=slots))
+            outcome = self.must(Admit(job.admit.prompt, salt=job.admit.salt, slots=slots))
             assert outcome.request is not None
             job.cache = engine.requests[outcome.request]
             self._leave_waiting(job)
         else:
             index = _index([other.id for other in engine.preempted], job.cache.id)
-            self._do(Resume(index, slots))
+            if job.state == "swapped":
+                self._swap_ns += self._copy_ns("swap_in", job.cache)
+            self.must(Resume(index, slots))
             del self.suspended[job.id]
             self.resumptions += 1
         job.state = "running"
@@ -351,7 +392,7 @@ class Scheduler:
     def _look_up(self, job: Job) -> Hit:
         request = job.cache or self.cache.prepare(job.admit)
         if request.swapped:
-            return Hit(request.computed, 0, len(request.host_tables[0]))
+            return Hit(request.computed, 0, blocks_needed(request.computed, request.block_size))
         rows, revived = self.engine.hit(request)
         return Hit(rows * request.block_size, rows, revived)
 
@@ -359,7 +400,7 @@ class Scheduler:
         engine = self.engine
         index_of = {request.id: index for index, request in enumerate(engine.running)}
         items = tuple([(index_of[cached(self.jobs[number]).id], tokens) for number, tokens in run])
-        outcome = self._do(Launch(items=items))
+        outcome = self.must(Launch(items=items))
         step = engine.steps[-1]
         now = self.clock.now_ns
         samples, parts = [], []
@@ -379,16 +420,17 @@ class Scheduler:
             if item.end == length:
                 samples.append((job, length - job.prompt_tokens))
         begins = max(now, self._steps[-1].finish_ns if self._steps else 0)
-        finish = begins + self.cost.duration_ns(prefill, decode, read)
+        finish = begins + self._swap_ns + self.cost.duration_ns(prefill, decode, read)
+        self._swap_ns = 0
         self._steps.append(_StepRecord(step.number, samples, finish))
         return tuple(parts), outcome
 
     def _running_index(self, request: Request) -> int:
         return bisect_left(self.engine.running, request.id, key=_by_id)
 
-    def _do(self, operation: Operation) -> Outcome:
-        """An operation that must be done: the plan has been found to fit."""
-        outcome = self._perform(operation)
+    def must(self, operation: Operation) -> Outcome:
+        """An operation that must be done: it has been found to be possible."""
+        outcome = self.perform(operation)
         if outcome.status != "done":
             raise SchedulerError(
                 f"{kind_of(operation)} was {outcome.status} ({outcome.reason}), although the plan "
@@ -406,8 +448,10 @@ class Scheduler:
         if not self._steps:
             return SKIPPED
         step = self._steps.pop(0)
-        self._do(_RETIRE)
+        self.must(_RETIRE)
         self.clock.advance_to(step.finish_ns)
+        if self.offloader is not None:
+            self.offloader.deliver()
         now = self.clock.now_ns
         sampled, finished = [], []
         for job, index in step.samples:
@@ -424,16 +468,16 @@ class Scheduler:
                 finished.append(job)
         for job in finished:
             self._finish(job)
-        self._emit(Completed(step.number, now, tuple(sampled), tuple([j.id for j in finished])))
+        self.emit(Completed(step.number, now, tuple(sampled), tuple([j.id for j in finished])))
         return Outcome("done", count=len(sampled))
 
     def _finish(self, job: Job) -> None:
         self.on_finished(job)
         request = cached(job)
         if job.state == "running":
-            self._do(Finish(self._running_index(request)))
+            self.must(Finish(self._running_index(request)))
         else:  # its last token came from a step launched before it was preempted
-            self._do(Abort(_index(sorted(self.engine.requests), request.id)))
+            self.must(Abort(_index(sorted(self.engine.requests), request.id)))
         self._forget(job)
 
     def run(self, iterations: int) -> Outcome:
@@ -446,6 +490,14 @@ class Scheduler:
                 return Outcome("done", count=done) if done else outcome
         return Outcome("done", count=iterations)
 
+    def wait(self, duration_ns: int) -> Outcome:
+        """So much time passes; copies that have arrived by then are delivered."""
+        until_ns = self.clock.now_ns + duration_ns
+        if self.offloader is not None:
+            self.offloader.wait_until(until_ns)
+        self.clock.advance_to(until_ns)
+        return Outcome("done")
+
     # -- figures -----------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, int]:
@@ -453,6 +505,7 @@ class Scheduler:
         figures = scheduler_metrics(self.engine)
         figures["waiting_sequences"] = len(self.waiting) + len(self.suspended)
         figures["resumptions"] = self.resumptions
+        figures |= self.offloader.figures() if self.offloader is not None else NO_COPIES
         return figures
 
     def request_metrics(self, number: int) -> dict[str, int]:

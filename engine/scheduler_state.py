@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from operator import attrgetter
@@ -63,8 +64,9 @@ class State:
         free = min([pool.free_count for pool in engine.pools])
         set_(self, "free_blocks", free)
         set_(self, "cached_free_blocks", min([pool.cached_free_count for pool in engine.pools]))
-        set_(self, "fenced_blocks", _fenced_blocks(engine))
-        set_(self, "free_host_blocks", min([pool.free_count for pool in engine.host_pools]))
+        set_(self, "fenced_blocks", _fenced_blocks(engine) + _copied_blocks(engine))
+        host_free = min([engine.host_free(pool.group) for pool in engine.pools])
+        set_(self, "free_host_blocks", host_free if configuration.suspends else 0)
         by_cache_id = scheduler.by_cache_id
         set_(
             self,
@@ -73,7 +75,7 @@ class State:
         )
         suspended = sorted(scheduler.suspended.values(), key=_by_id)
         set_(self, "preempted", tuple([suspended_state(job) for job in suspended]))
-        set_(self, "waiting", Waiting(scheduler.waiting))
+        set_(self, "waiting", Waiting(_shown(scheduler)))
 
     _scheduler: Scheduler | None
     _hits: dict[int, Hit]
@@ -169,6 +171,14 @@ class State:
         )
 
 
+def _shown(scheduler: Scheduler) -> list[RequestState]:
+    """The waiting requests up to the first whose KV is on its way: nobody is to overtake it."""
+    waiting, offloader = scheduler.waiting, scheduler.offloader
+    if offloader is None or not offloader.deferred:
+        return waiting
+    return waiting[: bisect_left(waiting, offloader.deferred[0], key=_by_id)]
+
+
 def _running_state(job: Job) -> RequestState:
     request = cached(job)
     scheduled, prompt = request.scheduled, job.prompt_tokens
@@ -224,3 +234,14 @@ def _fenced_blocks(engine: Engine) -> int:
         return 0
     held = {block for request in engine.running for block in request.tables[0]}
     return len(fenced - held)
+
+
+def _copied_blocks(engine: Engine) -> int:
+    """Blocks that only copies in flight hold."""
+    if engine.hierarchy is None:
+        return 0
+    ref_counts, copied = engine.pools[0].ref_counts, set()
+    for transfer in engine.hierarchy.transfers.values():
+        if transfer.kind in ("store", "promote"):
+            copied.update(transfer.sources if transfer.kind == "store" else transfer.targets)
+    return len([block for block in copied if ref_counts[block] == 1])

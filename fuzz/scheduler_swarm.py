@@ -7,6 +7,7 @@ them, budgets of a few tokens, prompts around the edges of blocks, outputs that 
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 from kvproof.invariants.operations import (
     Abort,
@@ -16,6 +17,7 @@ from kvproof.invariants.operations import (
     Run,
     Schedule,
     Segment,
+    Wait,
 )
 from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.subject import Configuration
@@ -31,12 +33,20 @@ SCHEDULER_FEATURES = (
     "whole-prefill",
     "watermark",
     "swaps",
+    "tiers",
+    "disk",
 )
 """What a run may have on: prompts under salts, with diverging tails, as long as the pool allows;
 few running requests; priorities; requests that stop before their longest output; budgets of a few
-tokens; no chunked prefill; a watermark; swap space."""
+tokens; no chunked prefill; a watermark; swap space; completed blocks copied to the host, and from
+there (``disk``, with ``tiers``) to the disk."""
 
 _WEIGHTS = {"arrive": 2.0, "schedule": 2.0, "retire": 2.0, "run": 1.0, "abort": 0.3}
+_WAIT_WEIGHT = 0.5
+"""Only where there is something to wait for."""
+_WAITS_NS = (0, 10_000, 1_000_000, 50_000_000)
+_TOKEN_BYTES = (131_072, 1 << 23, 1 << 26)
+"""KV bytes a token, so that copies end within an iteration, or take several."""
 _FACTORS = (0, 1, 1, 3)
 _LENGTHS = (10, 20, 50, 100)
 
@@ -59,7 +69,7 @@ def draw_configuration(rng: Random, features: tuple[str, ...]) -> Configuration:
         block_size=block_size,
         requests=rng.randint(1, 4) if "narrow" in features else 64,
         run_ahead=rng.choice((1, 1, 2, 2, 3)),
-        host_blocks=rng.choice((1, 3, 8, 33)) if "swaps" in features else 0,
+        **_tiers(rng, features),
         scheduling=Limits(
             token_budget=pool if whole else budget,
             watermark_blocks=rng.randint(1, 2) if "watermark" in features else 0,
@@ -67,6 +77,20 @@ def draw_configuration(rng: Random, features: tuple[str, ...]) -> Configuration:
             chunked_prefill=not whole,
         ),
     )
+
+
+def _tiers(rng: Random, features: tuple[str, ...]) -> dict[str, Any]:
+    """What lies below the device, and what it is for."""
+    swaps, prefixes = "swaps" in features, "tiers" in features
+    tiers: dict[str, Any] = {}
+    if swaps or prefixes:
+        tiers["host_blocks"] = rng.choice((1, 3, 8, 33))
+    if prefixes:
+        tiers["offload"] = "both" if swaps else "prefix"
+        tiers["kv_bytes_per_token"] = rng.choice(_TOKEN_BYTES)
+        if "disk" in features:
+            tiers["disk_blocks"] = rng.choice((2, 8, 65))
+    return tiers
 
 
 def draw_operations(
@@ -77,6 +101,8 @@ def draw_operations(
         kind: weight * (rng.choice(_FACTORS) or (kind in ("arrive", "schedule", "retire")))
         for kind, weight in _WEIGHTS.items()
     }
+    if "tiers" in features:
+        weights["wait"] = _WAIT_WEIGHT
     arguments = _Arguments(rng, configuration, frozenset(features))
     kinds = rng.choices(list(weights), list(weights.values()), k=rng.choice(_LENGTHS))
     return [arguments.draw(kind) for kind in kinds]
@@ -102,6 +128,8 @@ class _Arguments:
             return Run(1 + int(rng.random() * 4))
         if kind == "abort":
             return Abort(int(rng.random() * 8))
+        if kind == "wait":
+            return Wait(rng.choice(_WAITS_NS))
         return Schedule() if kind == "schedule" else Retire()
 
     def _arrive(self) -> Arrive:

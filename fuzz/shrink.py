@@ -10,9 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, inspect
 from msgspec.structs import asdict, replace
 
 from kvproof.fuzz.replay import first_violation, installed
@@ -22,13 +23,16 @@ from kvproof.invariants.operations import (
     Admit,
     AnyOperation,
     Arrive,
+    Complete,
     Decode,
     Evict,
     Finish,
     Grow,
     Launch,
+    Offload,
     Operation,
     Preempt,
+    Promote,
     Reserve,
     Resume,
     Retire,
@@ -36,6 +40,7 @@ from kvproof.invariants.operations import (
     Schedule,
 )
 from kvproof.invariants.scheduling.vocabulary import Limits
+from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Violation, primary
 from kvproof.stateful_tests.subjects import subject_factory
 
@@ -78,11 +83,17 @@ def shrink(
         operations, violations = found
         violation = _of_property(violations, case.violates) or primary(violations)
         wanted = violation.property
+        in_vain: set[str] = set()
+        """Runs that did not fail: passes come upon the same ones again and again."""
 
         def attempt(candidate: Case) -> tuple[Case, Violation] | None:
+            run = repr((candidate.configuration, candidate.operations))
+            if run in in_vain:
+                return None
             result = first_violation(factory, candidate.configuration, candidate.operations)
             same = _of_property(result[1], wanted) if result else None
             if result is None or same is None:
+                in_vain.add(run)
                 return None
             return replace(candidate, operations=list(result[0])), same
 
@@ -128,8 +139,11 @@ class _Search:
         self._deadline = deadline
 
     def run(self, *, backwards: bool = False) -> None:
-        """Make all passes, in this order or backwards, until none helps any more."""
-        passes = (
+        """Make all passes, in this order or backwards, until none helps any more.
+
+        Those that try most come when the others do not help: only backwards they also come first.
+        """
+        passes: list[Callable[[], None]] = [
             self._drop_features,
             self._run_rows_at_once,
             self._delete_chunks,
@@ -138,16 +152,24 @@ class _Search:
             self._delete_with_blocks,
             self._loosen_limits,
             self._shrink_the_world,
+            self._do_without_tiers,
             self._lower_configuration,
             self._lower_arguments,
-            self._delete_pairs,
-            self._substitute,
-        )
-        size = None
-        while size != self._size() and not self._is_over():
-            size = self._size()
-            for shrink_pass in reversed(passes) if backwards else passes:
-                shrink_pass()
+        ]
+        costly: list[Callable[[], None]] = [self._delete_pairs, self._substitute]
+        if backwards:
+            passes.reverse()
+            costly.reverse()
+            self._make(costly)
+        while self._make(passes) or self._make(costly):
+            pass
+
+    def _make(self, passes: Sequence[Callable[[], None]]) -> bool:
+        """Make these passes once; whether they helped, and there is time for more."""
+        size = self._size()
+        for shrink_pass in passes:
+            shrink_pass()
+        return size != self._size() and not self._is_over()
 
     def _size(self) -> tuple[int, int, str]:
         return _size(self.case)
@@ -165,6 +187,15 @@ class _Search:
             return False
         self.case, self.violation = result
         return True
+
+    def _try_in(self, operations: Sequence[AnyOperation] | None = None, **changes: Any) -> bool:
+        """The operations, or the present ones, in another world: if there is such a world."""
+        try:
+            configuration = replace(self.case.configuration, **changes)
+        except ValueError:  # its tiers do not fit together
+            return False
+        operations = self.case.operations if operations is None else operations
+        return self._try(operations=operations, configuration=configuration)
 
     def _drop_features(self) -> None:
         """All operations at once lose a salt, adapter, media, budget, slots, or their tails."""
@@ -261,8 +292,8 @@ class _Search:
             operations, world = self.case.operations, self.case.configuration
             left = operations[:index] + operations[index + 1 :]
             for fewer in (1, 2, 3):
-                if fewer < world.blocks and self._try(
-                    operations=left, configuration=replace(world, blocks=world.blocks - fewer)
+                if fewer < world.blocks and self._try_in(
+                    operations=left, blocks=world.blocks - fewer
                 ):
                     break
             index = min(index, len(self.case.operations)) - 1
@@ -285,21 +316,23 @@ class _Search:
                 ]
                 for blocks in sorted({1, 2, 3, 4, 5, world.blocks}):
                     if block_size <= world.block_size and blocks <= world.blocks:
-                        smaller = replace(world, blocks=blocks, block_size=block_size)
-                        if self._try(configuration=smaller, operations=operations):
+                        smaller = {"blocks": blocks, "block_size": block_size}
+                        if self._try_in(operations, **smaller):
                             return
-                        if outputs_cut != operations and self._try(
-                            configuration=smaller, operations=outputs_cut
-                        ):
+                        if outputs_cut != operations and self._try_in(outputs_cut, **smaller):
                             return
+
+    def _do_without_tiers(self) -> None:
+        """No disk; no offload of prefixes; nothing below the device: what goes only together."""
+        for names in (_TIERS, _TIERS[1:], _TIERS[2:]):
+            self._try_in(**{name: getattr(_PLAIN_WORLD, name) for name in names})
 
     def _lower_configuration(self) -> None:
         for name, value in asdict(self.case.configuration).items():
-            if name in ("kv_bytes_per_token", "scheduling") or isinstance(value, bool | str):
+            if name in ("kv_bytes_per_token", "scheduling"):
                 continue
-            for lower in _lower_values(value, lowest=0 if name == "host_blocks" else 1):
-                configuration = replace(self.case.configuration, **{name: lower})
-                if self._try(configuration=configuration):
+            for lower in _lower_field(Configuration, name, value):
+                if self._try_in(**{name: lower}):
                     break
 
     def _loosen_limits(self) -> None:
@@ -362,6 +395,8 @@ _PLAIN: tuple[tuple[AnyOperation, ...], ...] = (
     (Launch(), Retire()),
     (Finish(0), Evict()),
     (Abort(0), Evict()),
+    (Complete(),),
+    (Offload(), Complete()),
 )
 
 
@@ -378,7 +413,11 @@ def _size(case: Case) -> tuple[int, int, str]:
     numbers = sum(_weight(operation) for operation in case.operations)
     world = asdict(case.configuration)
     limits, defaults = asdict(world.pop("scheduling")), asdict(Limits())
-    numbers += sum(_weight(v) for k, v in world.items() if k != "kv_bytes_per_token")
+    numbers += sum(
+        _weight_of(v, getattr(_PLAIN_WORLD, k))
+        for k, v in world.items()
+        if k != "kv_bytes_per_token"
+    )
     numbers += 10 * sum(limits[name] != defaults[name] for name in limits)
     return len(case.operations), numbers + len(case.features), repr(case.operations)
 
@@ -389,30 +428,56 @@ def _weight(value: Any) -> int:
         numbers = 3 * value.output + value.max_tokens + value.priority + value.salt
         return 1 + _weight(value.prompt) + numbers + (value.at_ns > 0)
     if isinstance(value, Struct):
-        return 1 + sum(_weight(getattr(value, name)) for name in value.__struct_fields__)
+        return 1 + sum(
+            _weight_of(getattr(value, name), default)
+            for name, default in _defaults(type(value)).items()
+        )
     if isinstance(value, tuple):
         # One more of anything is more to think about than a larger number: so a batch of one
         # request is no simpler than that request alone.
         return sum(2 + _weight(item) for item in value)
-    if isinstance(value, str):
-        return 1
     return int(value)
 
 
+def _weight_of(value: Any, default: Any) -> int:
+    """Words are as good as each other, but the one that goes without saying is the simplest."""
+    return 2 * (value != default) if isinstance(value, str) else _weight(value)
+
+
+@cache
+def _fields(kind: type[Struct]) -> tuple[inspect.Field, ...]:
+    described = inspect.type_info(kind)
+    assert isinstance(described, inspect.StructType)
+    return described.fields
+
+
+@cache
+def _defaults(kind: type[Struct]) -> dict[str, Any]:
+    """By field; None where there is none."""
+    return {field.name: None if field.required else field.default for field in _fields(kind)}
+
+
+@cache
+def _least(kind: type[Struct], name: str) -> int:
+    """The least that a number may be, by its type."""
+    return next(getattr(f.type, "ge", None) or 0 for f in _fields(kind) if f.name == name)
+
+
 def _without_salt(operation: AnyOperation) -> AnyOperation:
-    return replace(operation, salt=0) if isinstance(operation, Admit | Arrive) else operation
+    prompted = isinstance(operation, Admit | Arrive | Promote)
+    return replace(operation, salt=0) if prompted else operation
 
 
 def _without_adapter(operation: AnyOperation) -> AnyOperation:
-    return replace(operation, adapter=0) if isinstance(operation, Admit) else operation
+    return replace(operation, adapter=0) if isinstance(operation, Admit | Promote) else operation
 
 
 def _without_media(operation: AnyOperation) -> AnyOperation:
-    return replace(operation, media=()) if isinstance(operation, Admit) else operation
+    return replace(operation, media=()) if isinstance(operation, Admit | Promote) else operation
 
 
 def _without_tails(operation: AnyOperation) -> AnyOperation:
-    if isinstance(operation, Admit | Arrive):
+    if isinstance(operation, Admit | Arrive | Promote):
         return replace(operation, prompt=operation.prompt[:1])
     return operation
 
@@ -426,7 +491,27 @@ def _without_items(operation: AnyOperation) -> AnyOperation:
 
 
 def _without_swap(operation: AnyOperation) -> AnyOperation:
-    return replace(operation, swap=False) if isinstance(operation, Preempt) else operation
+    swaps = isinstance(operation, Preempt)
+    return replace(operation, swap=False, late=False) if swaps else operation
+
+
+def _without_late(operation: AnyOperation) -> AnyOperation:
+    return replace(operation, late=False) if isinstance(operation, Preempt | Resume) else operation
+
+
+def _without_wait(operation: AnyOperation) -> AnyOperation:
+    return replace(operation, wait=False) if isinstance(operation, Admit) else operation
+
+
+def _without_blocks(operation: AnyOperation) -> AnyOperation:
+    """All blocks that may move do."""
+    if isinstance(operation, Offload):
+        return replace(operation, first=0, blocks=0)
+    return replace(operation, blocks=0) if isinstance(operation, Promote) else operation
+
+
+def _without_choice_of_transfer(operation: AnyOperation) -> AnyOperation:
+    return replace(operation, transfer=0) if hasattr(operation, "transfer") else operation
 
 
 def _without_priority(operation: AnyOperation) -> AnyOperation:
@@ -454,10 +539,18 @@ _SIMPLIFICATIONS: tuple[Callable[[AnyOperation], AnyOperation], ...] = (
     _without_slots,
     _without_items,
     _without_swap,
+    _without_late,
+    _without_wait,
+    _without_blocks,
+    _without_choice_of_transfer,
     _without_priority,
     _without_times,
     _without_early_stop,
 )
+
+_TIERS = ("host_blocks", "offload", "disk_blocks")
+"""What of a configuration says which tiers there are, from the device downwards."""
+_PLAIN_WORLD = Configuration()
 
 _ITERATIONS = (Schedule, Retire, Run)
 """What a scheduler's iterations are spelled with."""
@@ -474,7 +567,7 @@ def _joined(first: AnyOperation, second: AnyOperation) -> Run | None:
 
 def _cut(operation: AnyOperation, rows: int, size: int, old_size: int) -> AnyOperation:
     """At most ``rows`` blocks of ``size``; lengths keep their place relative to block edges."""
-    if isinstance(operation, Admit | Arrive):
+    if isinstance(operation, Admit | Arrive | Promote):
         prompt = tuple(
             replace(segment, length=_cut_length(segment.length, rows, size, old_size))
             for segment in operation.prompt
@@ -534,7 +627,7 @@ def _simpler(operation: Operation) -> Iterator[Operation]:
             yield replace(operation, **{name: lower})
 
 
-def _lower_field(kind: type[Operation], name: str, value: Any) -> Iterator[Any]:
+def _lower_field(kind: type[Struct], name: str, value: Any) -> Iterator[Any]:
     if isinstance(value, tuple):
         for index in range(len(value)):
             if name not in ("prompt", "requests") or len(value) > 1:
@@ -542,16 +635,13 @@ def _lower_field(kind: type[Operation], name: str, value: Any) -> Iterator[Any]:
             for lower in _simpler_item(value[index]):
                 yield (*value[:index], lower, *value[index + 1 :])
     elif isinstance(value, bool):
-        if value:
+        if value and not _defaults(kind)[name]:
             yield False
     elif isinstance(value, str):
-        return
+        if value != _defaults(kind)[name]:
+            yield _defaults(kind)[name]
     else:
-        least = name in _COUNTS or (kind is Reserve and name == "slots")
-        yield from _lower_values(value, lowest=1 if least else 0)
-
-
-_COUNTS = ("tokens", "samples", "blocks", "length", "output", "iterations")
+        yield from _lower_values(value, _least(kind, name))
 
 
 def _simpler_item(item: Any) -> Iterator[Any]:
@@ -564,9 +654,9 @@ def _simpler_item(item: Any) -> Iterator[Any]:
         yield from ((lower, tokens) for lower in _lower_values(request, lowest=0))
         yield from ((request, lower) for lower in _lower_values(tokens, lowest=1))
         return
+    assert isinstance(item, Struct)
     for name in item.__struct_fields__:
-        lowest = 1 if name in _COUNTS else 0
-        for lower in _lower_values(getattr(item, name), lowest):
+        for lower in _lower_values(getattr(item, name), _least(type(item), name)):
             yield replace(item, **{name: lower})
 
 

@@ -9,12 +9,20 @@ their targets modulo the candidates, so every list makes sense, and shrinking ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
 
 from msgspec import Struct
 
 from kvproof.fuzz.scheduler_swarm import draw_configuration, draw_features, draw_operations
+from kvproof.fuzz.tier_swarm import (
+    TIER_FEATURES,
+    TIERS_SHARE,
+    Draws,
+    TierArguments,
+    draw_tiers,
+    draw_weights,
+    with_tier_features,
+)
 from kvproof.invariants.operations import (
     Abort,
     Admit,
@@ -35,10 +43,22 @@ from kvproof.invariants.operations import (
 )
 from kvproof.invariants.subject import Configuration
 
-FEATURES = ("salt", "adapter", "media", "chunks", "tails", "long", "narrow", "slots", "swaps")
+_CACHE_FEATURES = (
+    "salt",
+    "adapter",
+    "media",
+    "chunks",
+    "tails",
+    "long",
+    "narrow",
+    "slots",
+    "swaps",
+)
+FEATURES = (*_CACHE_FEATURES, *TIER_FEATURES)
 """What a run may have on beside its operations: prompts under salts, adapters, with media; steps
 with budgets; prompts with diverging tails; prompts near the pool's size; few running requests;
-blocks for part of a prompt or in advance, and steps over chosen requests; swap space."""
+blocks for part of a prompt or in advance, and steps over chosen requests; swap space; and what
+a memory hierarchy may have."""
 _OPTIONAL = frozenset(("slots", "swaps"))
 """Features of which the subject must be capable (see ``Semantics.features``)."""
 
@@ -72,19 +92,20 @@ class Draw(Struct, frozen=True):
     operations: list[AnyOperation]
 
 
-def draw_run(seed: str, capabilities: frozenset[str]) -> Draw:
+def draw_run(seed: str, capabilities: frozenset[str], *, tiers_share: float = TIERS_SHARE) -> Draw:
     """The run number ``seed``: the same on every machine.
 
-    ``capabilities``: of the subject, and the names of its features.
+    ``capabilities``: of the subject, and the names of its features.  Of runs of a subject that is
+    capable of them, ``tiers_share`` have tiers; the others are the same whether it is or not.
     """
-    rng = Random(seed)
+    rng, tiers_rng = Random(seed), Random(f"{seed}: tiers")
     if "arrive" in capabilities:
         features = draw_features(rng)
         configuration = draw_configuration(rng, features)
         return Draw(seed, configuration, features, draw_operations(rng, configuration, features))
     features = tuple(
         name
-        for name in FEATURES
+        for name in _CACHE_FEATURES
         if rng.random() < 0.4 and (name not in _OPTIONAL or name in capabilities)
     )
     configuration = _draw_configuration(rng, features)
@@ -93,9 +114,18 @@ def draw_run(seed: str, capabilities: frozenset[str]) -> Draw:
         for kind in _BASE_WEIGHTS
         if kind in capabilities
     }
-    arguments = _Arguments(rng, configuration, features)
-    kinds = rng.choices(list(weights), list(weights.values()), k=rng.choice(_LENGTHS))
-    operations = [arguments.draw(kind) for kind in kinds]
+    tiered = "tiers" in capabilities and tiers_rng.random() < tiers_share
+    if tiered:
+        features = with_tier_features(tiers_rng, features)
+        configuration = draw_tiers(tiers_rng, configuration, features)
+    plain = _Arguments(rng, configuration, features).draws
+    length = rng.choice(_LENGTHS)
+    if tiered:
+        weights = draw_weights(tiers_rng, capabilities, features)
+        operations = TierArguments(tiers_rng, configuration, features, plain).run(weights, length)
+    else:
+        kinds = rng.choices(list(weights), list(weights.values()), k=length)
+        operations = [plain[kind]() for kind in kinds]
     return Draw(seed, configuration, features, operations)
 
 
@@ -119,6 +149,7 @@ class _Arguments:
         self._size = configuration.block_size
         self._blocks = configuration.blocks
         self._features = frozenset(features)
+        self._swaps = "swaps" in features or ("tiers" in features and configuration.suspends)
         self._hot = rng.choice((0.0, 0.5, 0.9))
         self._hot_request = rng.randrange(4)
         self._steady_tokens = rng.choice((0, 1, 1, self._size))
@@ -129,7 +160,9 @@ class _Arguments:
         ]
         """Where media begin in prompts, and how long they are: few places, so that they meet."""
         self._rows = max(1, self._blocks // rng.choice((2, 4, 8, 16)))
-        self._draw: dict[str, Callable[[], AnyOperation]] = {
+        if "tiers" in features:  # a single block is never found, and many do not fit the host
+            self._rows = min(max(self._rows, 3), 5)
+        self.draws: Draws = {
             "admit": self._admit,
             "grow": self._grow,
             "decode": self._decode,
@@ -144,9 +177,6 @@ class _Arguments:
             "launch": self._launch,
             "retire": Retire,
         }
-
-    def draw(self, kind: str) -> AnyOperation:
-        return self._draw[kind]()
 
     def _request(self) -> int:
         if self._rng.random() < self._hot:
@@ -172,7 +202,7 @@ class _Arguments:
         return self._length() if "slots" in self._features and self._rng.random() < 0.3 else 0
 
     def _swap(self) -> bool:
-        return "swaps" in self._features and self._rng.random() < 0.6
+        return self._swaps and self._rng.random() < 0.6
 
     def _length(self) -> int:
         """Around the edges of blocks, where the arithmetic is: k·B - 1, k·B, k·B + 1."""

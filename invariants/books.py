@@ -22,10 +22,7 @@ from kvproof.invariants.events import (
     BlocksReleased,
     BlocksReused,
     BlocksShared,
-    BlocksSwappedIn,
-    BlocksSwappedOut,
     Event,
-    HostBlocksReleased,
     ReleaseFenced,
     StepItem,
     StepLaunched,
@@ -40,15 +37,20 @@ from kvproof.invariants.operations import (
     Grow,
     Operation,
     Preempt,
+    Promote,
     Reserve,
     Resume,
+    Withhold,
 )
+from kvproof.invariants.orders import Adaptive
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.invariants.tags import Tags, extend_each, extend_sampled, prompt_tags
-from kvproof.invariants.view import Standing
+from kvproof.invariants.tier_books import Tiers
+from kvproof.invariants.view import RequestState, Standing
 
 _by_order = attrgetter("order")
+_NONE: frozenset[int] = frozenset()
 
 
 class RequestModel:
@@ -58,16 +60,18 @@ class RequestModel:
         "allocated",
         "cached_tokens",
         "computed",
+        "departing",
         "epoch",
-        "host_tables",
         "id",
         "input_tokens",
         "last_step",
         "launched",
+        "loading",
         "order",
         "running",
         "scheduled",
         "slots",
+        "suspended",
         "swapped",
         "tables",
         "tags",
@@ -93,8 +97,12 @@ class RequestModel:
         self.swapped = False
         self.slots = self.input_tokens
         """Positions that have blocks while it runs."""
-        self.host_tables: list[list[int]] = [[] for _ in range(groups)]
-        """While it is swapped out: the host blocks with its computed tokens."""
+        self.departing = _NONE
+        """Transfers in flight that copy it to the host …"""
+        self.loading = _NONE
+        """… and those that copy it back."""
+        self.suspended = 0
+        """Computed tokens that were swapped out, until they are back or lost."""
         self.tables: list[list[int]] = [[] for _ in range(groups)]
         self.verified = [0] * groups
         """Per group: leading positions whose slots are known to hold the right tags."""
@@ -113,7 +121,8 @@ class RequestModel:
         if not self.running:
             return "preempted", length, 0, (0,) * len(self.tables)
         rows = (self.slots + block_size - 1) // block_size
-        return "running", length, self.computed, (rows,) * len(self.tables)
+        state: RequestState = "loading" if self.loading else "running"
+        return state, length, self.computed, (rows,) * len(self.tables)
 
 
 class Figures:
@@ -122,13 +131,12 @@ class Figures:
     __slots__ = (
         "admissions",
         "batch_size",
-        "blocks_offloaded",
-        "blocks_promoted",
         "evictions",
         "iterations",
         "preemptions",
         "prefix_cache_hits",
         "prefix_cache_queries",
+        "suspensions",
     )
 
     def __init__(self) -> None:
@@ -137,10 +145,10 @@ class Figures:
         self.evictions = 0
         self.prefix_cache_hits = 0
         self.prefix_cache_queries = 0
+        self.suspensions = 0
+        """Of the preemptions: those with a swap."""
         self.iterations = 0
         self.batch_size = 0
-        self.blocks_offloaded = 0
-        self.blocks_promoted = 0
 
 
 class StepModel:
@@ -165,13 +173,16 @@ class GroupBooks:
     """Ledger of one KV cache group's pool."""
 
     __slots__ = (
+        "adaptive",
+        "arriving",
         "blocks_of",
         "cached_free",
+        "changed",
         "emptied",
         "evicting",
+        "free",
         "group",
         "held",
-        "host_holder",
         "key_of",
         "key_of_tag",
         "owed",
@@ -180,19 +191,22 @@ class GroupBooks:
         "tag_of",
         "touched",
         "touched_keys",
+        "unstored",
         "usable",
+        "withheld",
     )
 
     def __init__(self, group: int, usable: int, ids: int) -> None:
         self.group = group
         self.usable = usable
+        self.withheld = 0
+        self.free = usable
+        """Blocks that an allocation may take: neither referenced nor withheld."""
         self.refs = [0] * ids
         self.held: set[int] = set()
         """Blocks with at least one reference …"""
         self.referenced = 0
         """… and how many they are."""
-        self.host_holder: dict[int, int] = {}
-        """Host blocks in use, and the request that is swapped out to each."""
         self.key_of: dict[int, bytes] = {}
         self.blocks_of: dict[bytes, tuple[int, ...]] = {}
         """The prefix index: key to findable blocks."""
@@ -202,6 +216,12 @@ class GroupBooks:
         """… and the key under which that content is findable."""
         self.cached_free: OrderedDict[int, None] = OrderedDict()
         """Findable blocks without a reference, by the time of their release."""
+        self.adaptive: Adaptive | None = None
+        """The same blocks, where they are to be evicted as ARC says."""
+        self.unstored: dict[int, None] = {}
+        """Findable blocks that were not copied to the host since, in that order."""
+        self.arriving: dict[int, int] = {}
+        """Tags of blocks on their way up from the host, and the transfer that brings each."""
         self.emptied: list[int] = []
         """Blocks that the latest release left without a holder and with nothing findable."""
         self.evicting: list[int] = []
@@ -209,6 +229,8 @@ class GroupBooks:
         self.touched: list[int] = []
         self.touched_keys: list[bytes] = []
         """Blocks and keys of the events since the last settlement."""
+        self.changed: set[int] | None = None
+        """Blocks whose references or content changed since somebody asked; None if nobody does."""
         self.owed: dict[int, tuple[RequestModel, int]] = {}
         """Published before it was computed: block to (request, row); see ``Semantics``."""
 
@@ -219,18 +241,31 @@ class GroupBooks:
 
     def hold(self, blocks: Sequence[int]) -> None:
         """One more reference to each."""
+        if self.changed is not None:
+            self.changed.update(blocks)
         refs, cached_free = self.refs, self.cached_free
         for block in blocks:
             refs[block] += 1
         if cached_free and not cached_free.keys().isdisjoint(blocks):
             for block in blocks:
                 cached_free.pop(block, None)
+            if self.adaptive is not None:
+                for block in blocks:
+                    self.adaptive.remove(block)
         self.held.update(blocks)
-        self.referenced = len(self.held)
+        self.referenced = held = len(self.held)
+        self.free = self.usable - held - self.withheld
         self.touched += blocks
+
+    def withhold(self, blocks: int) -> None:
+        """So many of the free blocks, or all, are somebody else's from now on."""
+        self.withheld = min(blocks, self.usable - self.referenced)
+        self.free = self.usable - self.referenced - self.withheld
 
     def drop(self, blocks: Sequence[int]) -> None:
         """One reference less to each, in this order; never below zero (REF has reported it)."""
+        if self.changed is not None:
+            self.changed.update(blocks)
         refs, key_of, held = self.refs, self.key_of, self.held
         self.emptied = []
         for block in blocks:
@@ -242,13 +277,18 @@ class GroupBooks:
                 held.discard(block)
                 if block in key_of:
                     self.cached_free[block] = None
+                    if self.adaptive is not None:
+                        self.adaptive.insert(block, key_of[block])
                 else:
                     self.emptied.append(block)
-        self.referenced = len(held)
+        self.referenced = left = len(held)
+        self.free = self.usable - left - self.withheld
         self.touched += blocks
 
     def publish(self, blocks: Sequence[int], keys: Sequence[bytes], tags: Sequence[int]) -> None:
         """Blocks are findable under these keys, whose last positions have these tags."""
+        if self.changed is not None:
+            self.changed.update(blocks)
         key_of, blocks_of, held = self.key_of, self.blocks_of, self.held
         tag_of, key_of_tag = self.tag_of, self.key_of_tag
         for block, key, tag in zip(blocks, keys, tags, strict=False):
@@ -264,6 +304,8 @@ class GroupBooks:
 
     def unpublish(self, blocks: Sequence[int]) -> None:
         """Nothing is findable in these blocks any more."""
+        if self.changed is not None:
+            self.changed.update(blocks)
         key_of, cached_free, blocks_of = self.key_of, self.cached_free, self.blocks_of
         tag_of, key_of_tag = self.tag_of, self.key_of_tag
         for block in blocks:
@@ -271,6 +313,8 @@ class GroupBooks:
             if key is None:
                 continue  # PIN, VALID
             cached_free.pop(block, None)
+            if self.adaptive is not None:
+                self.adaptive.evicted(block)
             others = blocks_of.pop(key)
             if len(others) > 1:
                 blocks_of[key] = tuple([other for other in others if other != block])
@@ -279,6 +323,9 @@ class GroupBooks:
         if self.owed:
             for block in blocks:
                 self.owed.pop(block, None)
+        if self.unstored:
+            for block in blocks:
+                self.unstored.pop(block, None)
 
 
 class Books:
@@ -316,9 +363,12 @@ class Books:
         self.passing = False
         """Whether there is something that holds for the present operation only."""
         self.figures = Figures()
+        if semantics.eviction_order == "configured" and configuration.device_eviction == "arc":
+            for group in self.groups:
+                group.adaptive = Adaptive(configuration.blocks)
         self._entered = 0
         """Requests that were admitted or forked."""
-        self._tags_of: tuple[Admit | None, Tags[int]] = (None, array("Q"))
+        self._tags_of: tuple[Admit | Promote | None, Tags[int]] = (None, array("Q"))
         self.operation_handlers: dict[type[Operation], Callable[..., None]] = {
             # What a done operation means for its request.
             Admit: self._admit,
@@ -330,6 +380,7 @@ class Books:
             Abort: self._end,
             Preempt: self._preempt,
             Resume: self._resume,
+            Withhold: self._withhold,
         }
         self.event_handlers: dict[type[Event], Callable[..., None]] = {
             BlocksAllocated: self._blocks_allocated,
@@ -338,14 +389,17 @@ class Books:
             BlockCopied: self._block_copied,
             BlocksReleased: self._blocks_released,
             ReleaseFenced: self._release_fenced,
-            BlocksSwappedOut: self._swapped_out,
-            BlocksSwappedIn: self._swapped_in,
-            HostBlocksReleased: self._host_released,
             BlocksPublished: self._blocks_published,
             BlocksEvicted: self._blocks_evicted,
             StepLaunched: self._step_launched,
             StepRetired: self._step_retired,
         }
+        self.tiers: Tiers | None = None
+        """Those below the device, if there are any."""
+        if semantics.tiers and configuration.host_blocks:
+            self.tiers = Tiers(self)
+            self.operation_handlers |= self.tiers.operation_handlers
+            self.event_handlers |= self.tiers.event_handlers
 
     # -- operations: the naive model ----------------------------------------------------------
 
@@ -357,6 +411,8 @@ class Books:
         for request in self.ended:
             del self.known[request.id]
         self.ended.clear()
+        if self.tiers is not None:
+            self.tiers.begin()
 
     def settled(self) -> None:
         """What was touched has been compared with the view."""
@@ -364,9 +420,11 @@ class Books:
         for group in self.groups:
             group.touched = []
             group.touched_keys = []
+        if self.tiers is not None:
+            self.tiers.settled()
 
-    def tags_of(self, operation: Admit) -> Tags[int]:
-        """Tags of the prompt that asks to be admitted; not to be changed."""
+    def tags_of(self, operation: Admit | Promote) -> Tags[int]:
+        """Tags of the prompt that it is about; not to be changed."""
         known, tags = self._tags_of
         if known is not operation:
             tags = prompt_tags(operation.prompt, operation.salt, operation.adapter, operation.media)
@@ -385,6 +443,8 @@ class Books:
         figures.admissions += 1
         figures.prefix_cache_hits += cached
         figures.prefix_cache_queries += request.input_tokens
+        if self.tiers is not None:
+            self.tiers.admitted(request.tags, cached)
 
     def _enter(self, request: RequestModel) -> None:
         self.requests[request.id] = self.known[request.id] = request
@@ -437,23 +497,37 @@ class Books:
         request.running = False
         request.swapped = operation.swap
         request.epoch += 1
-        if not operation.swap:
-            request.computed = 0
-        request.scheduled = request.computed
+        request.loading = _NONE
+        request.suspended = request.computed if operation.swap else 0
+        request.computed = request.scheduled = request.suspended
         request.verified = [0] * len(self.groups)
         request.trusted_rows = [0] * len(self.groups)
         self.touched_requests[request.id] = request
         self.figures.preemptions += 1
+        self.figures.suspensions += operation.swap
 
     def _resume(self, operation: Resume, outcome: Outcome) -> None:
         request = self._target(outcome)
         self.preempted.remove(request)
         insort(self.running, request, key=_by_order)
         request.running = True
+        # What was swapped out counts when the copy back has ended.
+        request.computed = request.scheduled = 0 if request.swapped else outcome.cached_tokens
+        if self.tiers is not None and not request.swapped:
+            self.tiers.hit(request.tags, request.computed)
+        request.slots = max(
+            operation.slots or len(request.tags), request.computed, request.suspended
+        )
         request.swapped = False
-        request.computed = request.scheduled = outcome.cached_tokens
-        request.slots = max(operation.slots or len(request.tags), request.computed)
         self.touched_requests[request.id] = request
+
+    def _withhold(self, operation: Withhold, outcome: Outcome) -> None:
+        if operation.tier == "device":
+            for group in self.groups:
+                group.withhold(operation.blocks)
+        elif self.tiers is not None:
+            for tier in self.tiers.of(operation.tier):
+                tier.withhold(operation.blocks)
 
     def _target(self, outcome: Outcome) -> RequestModel:
         assert outcome.request is not None
@@ -531,31 +605,6 @@ class Books:
             request.tables = [[] for _ in self.groups]
             request.launched = 0
 
-    def _swapped_out(self, event: BlocksSwappedOut) -> None:
-        request = self._known(event, event.request)
-        self.figures.blocks_offloaded += len(event.blocks)
-        if request is not None:
-            request.host_tables[event.group] = list(event.host_blocks)
-            holders = self.groups[event.group].host_holder
-            holders.update(dict.fromkeys(event.host_blocks, event.request))
-
-    def _swapped_in(self, event: BlocksSwappedIn) -> None:
-        self.figures.blocks_promoted += len(event.blocks)
-        self._host_free(event, event.group, event.request, event.host_blocks)
-
-    def _host_released(self, event: HostBlocksReleased) -> None:
-        self._host_free(event, event.group, event.request, event.host_blocks)
-
-    def _host_free(self, event: Event, group: int, number: int, blocks: Sequence[int]) -> None:
-        request = self._known(event, number)
-        if request is None:
-            return
-        if request.host_tables[group] != list(blocks):
-            self.strays.append(event)
-        request.host_tables[group] = []
-        for block in blocks:
-            self.groups[group].host_holder.pop(block, None)
-
     def _blocks_published(self, event: BlocksPublished) -> None:
         group, size, row = self.groups[event.group], self.block_size, event.row
         request = self._known(event, event.request)
@@ -564,6 +613,8 @@ class Books:
         # Tags end with the request's tokens: what is not a full block, VALID has reported.
         tags = request.tags[(row + 1) * size - 1 : (row + len(event.blocks)) * size : size]
         group.publish(event.blocks, event.keys, tags)
+        if self.tiers is not None:
+            self.tiers.published(group, event.blocks, tags)
         if self.semantics.publishes == "at_allocation":
             for block, owed_row in zip(event.blocks, range(row, row + len(tags)), strict=False):
                 if (owed_row + 1) * size > request.computed:

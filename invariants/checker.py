@@ -10,7 +10,7 @@ seen late is put down to the right operation by a replay that settles and audits
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import get_args
 
 from msgspec.structs import replace
@@ -77,6 +77,18 @@ def settlement_interval(blocks: int) -> int:
     return min(max(SETTLED_EVERY, blocks // SETTLED_BLOCKS), SETTLED_RARELY)
 
 
+class _Plans(dict[Status, Plan]):
+    """The plans for one kind of operation, each made when it is first needed: most never are."""
+
+    def __init__(self, kind: type[Operation], plan: Callable[[type[Operation], Status], Plan]):
+        self._kind = kind
+        self._plan = plan
+
+    def __missing__(self, status: Status) -> Plan:
+        plan = self[status] = self._plan(self._kind, status)
+        return plan
+
+
 class Checker:
     """Observes one run of one subject.  After the first violation its books are not kept."""
 
@@ -107,13 +119,22 @@ class Checker:
         self._block_size = configuration.block_size
         self.checks = [check(self.books, shadows, view, self.violations.append) for check in checks]
         self.goals = Goals(self.books)
-        self._interval = audit_interval(configuration.blocks) if interval is None else interval
+        blocks = configuration.blocks
+        if self.books.tiers is not None:
+            blocks += configuration.host_blocks + configuration.disk_blocks
+        self._interval = audit_interval(blocks) if interval is None else interval
         self.audit_every = self._interval
         """Operations between audits, on average; 0 for none."""
         self._settle_every = 1 if self._interval == 1 else settlement_interval(configuration.blocks)
         self._drawn = 1
         self._next_audit = self._gap() if self._interval else NEVER
         self._next_look = min(self._settle_every, self._next_audit)
+        self._expecting = [
+            check for check in self.checks if type(check).expecting is not Check.expecting
+        ]
+        self._concluding = [
+            check for check in self.checks if type(check).conclude is not Check.conclude
+        ]
         self._settling = [
             check.settle for check in self.checks if type(check).settle is not Check.settle
         ]
@@ -123,26 +144,24 @@ class Checker:
         self._judging_standing = [
             check for check in self.checks if type(check).judge_standing is not Check.judge_standing
         ]
-        self._plans = {
-            kind: {status: self._plan(kind, status) for status in STATUSES}
-            for kind in OPERATION_TYPES
-        }
+        self._plans = {kind: _Plans(kind, self._plan) for kind in OPERATION_TYPES}
         self._on_event = self._event_handlers()
 
     # -- which hooks look at what ----------------------------------------------------------------
 
     def _plan(self, kind: type[Operation], status: Status) -> Plan:
         """All that is to be done about such an operation, looked up once."""
-        expecting = [check.expecting(kind) for check in self.checks if check.expects(kind, status)]
+        expecting = [
+            check.expecting(kind) for check in self._expecting if check.expects(kind, status)
+        ]
         follow = self.books.operation_handlers.get(kind) if status == "done" else None
         concluding: list[OperationHandler] = [
-            check.conclude for check in self.checks if check.concludes(kind, status)
+            check.conclude for check in self._concluding if check.concludes(kind, status)
         ]
         if kind in (Admit, Grow, Reserve, Fork, Preempt, Resume) and status == "done":
             concluding.insert(0, self._stands)
-        goal = self.goals.concluding(kind)
-        if goal is not None and status != "skipped":
-            concluding.append(goal)
+        if status != "skipped":
+            concluding += self.goals.concluding(kind)
         return (
             self.counts[kind],
             tuple([handler for handler in expecting if handler is not None]),
@@ -155,6 +174,7 @@ class Checker:
         stages = [
             *(check.before_event() for check in self.checks),
             self.goals.before_event(),
+            self.goals.tiers.before_event() if self.goals.tiers is not None else {},
             self.books.event_handlers,
             *(check.after_event() for check in self.checks),
         ]
@@ -306,6 +326,6 @@ class Checker:
         total += self.settlements * check.settles()
         for kind, statuses in self.counts.items():
             for status, count in statuses.items():
-                looks = check.expects(kind, status) or check.concludes(kind, status)
-                total += count * looks
+                if count and (check.expects(kind, status) or check.concludes(kind, status)):
+                    total += count
         return total

@@ -80,32 +80,6 @@ class ReleaseFenced(Event, frozen=True, gc=False):
     step: int
 
 
-class BlocksSwappedOut(Event, frozen=True, gc=False):
-    """A request's blocks were copied to host blocks, before it gives them back."""
-
-    group: int
-    request: int
-    blocks: Sequence[int]
-    host_blocks: Sequence[int]
-
-
-class BlocksSwappedIn(Event, frozen=True, gc=False):
-    """Host blocks were copied into the first blocks of a request's table, and are free again."""
-
-    group: int
-    request: int
-    host_blocks: Sequence[int]
-    blocks: Sequence[int]
-
-
-class HostBlocksReleased(Event, frozen=True, gc=False):
-    """A swapped request ended: its host blocks are free."""
-
-    group: int
-    request: int
-    host_blocks: Sequence[int]
-
-
 TransferKind = Literal["store", "demote", "fetch", "promote", "swap_out", "swap_in"]
 """store: device to host.  demote: host to disk.  fetch: disk to host.  promote: host to device.
 These four move findable blocks (prefix offload).  swap_out and swap_in: device to host and back,
@@ -302,9 +276,6 @@ AnyEvent = (
     | BlockCopied
     | BlocksReleased
     | ReleaseFenced
-    | BlocksSwappedOut
-    | BlocksSwappedIn
-    | HostBlocksReleased
     | TransferStarted
     | TransferLanded
     | TransferCancelled

@@ -8,6 +8,7 @@ they mean the same for every subject.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 from msgspec import Struct
 
@@ -18,8 +19,6 @@ from kvproof.invariants.events import (
     BlocksEvicted,
     BlocksReleased,
     BlocksReused,
-    BlocksSwappedIn,
-    BlocksSwappedOut,
     Event,
     ReleaseFenced,
     StepLaunched,
@@ -40,6 +39,7 @@ from kvproof.invariants.operations import (
 )
 from kvproof.invariants.outcomes import NO_FREE_BLOCKS, NO_HOST_BLOCKS, Outcome
 from kvproof.invariants.property import EventHandler, OperationHandler
+from kvproof.invariants.tier_goals import SITUATIONS, TierGoals
 
 
 class Goal(Struct, frozen=True):
@@ -131,6 +131,7 @@ GOALS: tuple[Goal, ...] = (
     _goal("decode-refused", "a batch cannot decode for want of blocks", "decode"),
     _goal("reserve-refused", "blocks in advance are refused", "reserve", rare=True),
     _goal("not-oldest-first", "a step leaves out an older request", "launch", "slots"),
+    *(_goal(id, text, "tiers", *needs, rare=rare) for id, text, needs, rare in SITUATIONS),
 )
 """All goals, by the level at which they exist."""
 
@@ -144,6 +145,7 @@ class Goals:
         self._seen: dict[object, tuple[int, int, object]] = {}
         self._forked: set[int] = set()
         self._fenced = False
+        self.tiers = None if books.tiers is None else TierGoals(books, books.tiers, self.hits)
 
     def before_event(self) -> Mapping[type[Event], EventHandler]:
         return {
@@ -153,8 +155,6 @@ class Goals:
             BlocksReleased: self._released,
             ReleaseFenced: self._release_fenced,
             StepLaunched: self._launched,
-            BlocksSwappedOut: self._swapped_out,
-            BlocksSwappedIn: self._swapped_in,
             BlocksAllocated: self._allocated,
         }
 
@@ -200,15 +200,15 @@ class Goals:
                 self.hits["chunked-prefill"] += 1
                 return
 
-    def _swapped_out(self, event: BlocksSwappedOut) -> None:
-        self.hits["swapped-out"] += len(event.blocks) > 0
-
-    def _swapped_in(self, event: BlocksSwappedIn) -> None:
-        self.hits["swapped-in"] += len(event.blocks) > 0
-
-    def concluding(self, kind: type[Operation]) -> OperationHandler | None:
+    def concluding(self, kind: type[Operation]) -> tuple[OperationHandler, ...]:
         """What looks at operations of this kind, done or refused."""
-        handlers: dict[type[Operation], OperationHandler] = {
+        own = self._handlers.get(kind)
+        below = None if self.tiers is None else self.tiers.concluding(kind)
+        return tuple([handler for handler in (own, below) if handler is not None])
+
+    @cached_property
+    def _handlers(self) -> Mapping[type[Operation], OperationHandler]:
+        return {
             Admit: self._admit,
             Grow: self._grow,
             Decode: self._decode,
@@ -221,7 +221,6 @@ class Goals:
             Resume: self._resume,
             Reset: self._reset,
         }
-        return handlers.get(kind)
 
     def _admit(self, operation: Admit, outcome: Outcome) -> None:
         if outcome.status == "refused":
@@ -286,7 +285,7 @@ class Goals:
         blocks = -(-(length + tokens) // size) - len(table)
         row, offset = divmod(length, size)
         shared = offset > 0 and row < len(table) and group.refs[table[row]] > 1
-        return shared and blocks <= group.usable - group.referenced
+        return shared and blocks <= group.free
 
     def _fork(self, operation: Fork, outcome: Outcome) -> None:
         if outcome.status == "done" and outcome.request is not None:

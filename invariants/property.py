@@ -17,18 +17,18 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from msgspec import Struct
 
 from kvproof.invariants.books import Books, RequestModel
 from kvproof.invariants.events import Event
-from kvproof.invariants.operations import OPERATION_TYPES, Operation
+from kvproof.invariants.operations import OPERATION_TYPES, Operation, Tier
 from kvproof.invariants.outcomes import Outcome, Status
 from kvproof.invariants.shadow import Shadow
 from kvproof.invariants.subject import Semantics
 from kvproof.invariants.verdict import Violation
-from kvproof.invariants.view import Standing, View
+from kvproof.invariants.view import Standing, TieredView, View
 
 
 class Claim(Struct, frozen=True):
@@ -104,6 +104,8 @@ class Check(Described):
         self.books = books
         self.shadows = shadows
         self.view = view
+        self.tiered = cast(TieredView, view)
+        """The same, of a subject that has tiers below the device."""
         self.groups = books.groups
         self.semantics = books.semantics
         self.block_size = books.block_size
@@ -149,9 +151,12 @@ class Check(Described):
         group: int = 0,
         block: int | None = None,
         request: int | None = None,
+        tier: Tier = "device",
     ) -> None:
         """Report a violation of this check's property."""
-        self._report(Violation(self.id(), message, group=group, block=block, request=request))
+        self._report(
+            Violation(self.id(), message, group=group, block=block, request=request, tier=tier)
+        )
 
     @classmethod
     def promised(cls, semantics: Semantics) -> bool:

@@ -66,10 +66,25 @@ class Shadow:
 
     def copy_blocks(self, sources: Sequence[int], other: Shadow, targets: Sequence[int]) -> None:
         """Copy whole blocks into another shadow."""
+        if len(sources) > _BULK_BLOCKS and len(sources) == len(targets):
+            other._rows[list(targets)] = self._rows[list(sources)]
+            return
         size = self.block_size
         for source, target in zip(sources, targets, strict=False):
             row = self.content[source * size : (source + 1) * size]
             other.content[target * size : (target + 1) * size] = row
+
+    def read(self, blocks: Sequence[int]) -> bytes:
+        """The content of whole blocks, one after another."""
+        if len(blocks) > _BULK_BLOCKS:
+            return self._rows[list(blocks)].tobytes()
+        size, content = self.block_size, self.content
+        return b"".join([content[b * size : (b + 1) * size].tobytes() for b in blocks])
+
+    def put(self, blocks: Sequence[int], content: bytes) -> None:
+        """What was once read from blocks is in these."""
+        rows = np.frombuffer(content, dtype=np.uint64)
+        self._rows[list(blocks)] = rows.reshape(-1, self.block_size)
 
     def poison(self, blocks: Sequence[int], poison: int) -> None:
         """Nobody's bytes are in these blocks any more."""

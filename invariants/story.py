@@ -18,10 +18,7 @@ from kvproof.invariants.events import (
     BlocksReleased,
     BlocksReused,
     BlocksShared,
-    BlocksSwappedIn,
-    BlocksSwappedOut,
     Event,
-    HostBlocksReleased,
     ReleaseFenced,
     RequestAborted,
     RequestAdmitted,
@@ -31,14 +28,22 @@ from kvproof.invariants.events import (
     RequestPreempted,
     RequestResumed,
     RequestsDecoded,
+    SlotsEvicted,
+    SlotsReleased,
     StepItem,
     StepLaunched,
     StepRetired,
+    TierReopened,
+    TransferCancelled,
+    TransferEnded,
+    TransferLanded,
+    TransferStarted,
 )
-from kvproof.invariants.operations import Operation, kind_of
+from kvproof.invariants.operations import Operation, Tier, kind_of
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.scheduling.story import iterations_story, rejected_state
 from kvproof.invariants.scheduling.vocabulary import SchedulerEvent
+from kvproof.invariants.slot_books import ENDS
 from kvproof.invariants.verdict import SCHEDULING_PROPERTIES, Violation
 
 
@@ -62,11 +67,10 @@ def explain(violation: Violation, moments: Sequence[Moment], block_size: int) ->
     story = list(_story(violation, moments, block_size))
     if not story:
         return what
-    subject = (
-        f"Block {violation.block}"
-        if violation.block is not None
-        else f"Request {violation.request}"
-    )
+    subject = f"Request {violation.request}"
+    if violation.block is not None:
+        tier = "" if violation.tier == "device" else f"{violation.tier.capitalize()} b"
+        subject = f"{tier or 'B'}lock {violation.block}"
     return f"{what}\n{subject}: {'; '.join(story)}."
 
 
@@ -77,8 +81,10 @@ def _with_iterations(what: str, events: Sequence[Event]) -> str:
 
 
 def _story(violation: Violation, moments: Sequence[Moment], block_size: int) -> Iterator[str]:
-    teller: _Block | _Request
-    if violation.block is not None:
+    teller: _Block | _Slot | _Request
+    if violation.block is not None and violation.tier != "device":
+        teller = _Slot(violation.tier, violation.group, violation.block)
+    elif violation.block is not None:
         teller = _Block(violation.group, violation.block, block_size)
     elif violation.request is not None:
         teller = _Request(violation.request)
@@ -100,8 +106,11 @@ class _Block:
         self._size = block_size
         self._steps: dict[int, list[StepItem]] = {}
         self._holders: set[int] = set()
+        self._copies = _Copies("device", group, block)
 
     def tell(self, event: Event) -> str | None:
+        if isinstance(event, TransferStarted | TransferLanded | TransferCancelled | TransferEnded):
+            return self._copies.tell(event)
         if isinstance(event, ReleaseFenced):
             left = event.request in self._holders
             return f"left by r{event.request} to the fence of step {event.step}" if left else None
@@ -135,11 +144,6 @@ class _Block:
             return f"evicted ({event.cause})"
         if isinstance(event, BlocksPublished):
             return f"made findable by r{event.request} as row {event.row + index}"
-        if isinstance(event, BlocksSwappedOut):
-            return f"copied by r{event.request} to host block {_nth(event.host_blocks, index)}"
-        if isinstance(event, BlocksSwappedIn):
-            host_block = _nth(event.host_blocks, index)
-            return f"filled by r{event.request} from host block {host_block}"
         return None
 
     def _copied(self, event: BlockCopied) -> str | None:
@@ -229,16 +233,87 @@ class _Request:
                 return f"gave back blocks {list(event.blocks)}"
             case BlockCopied():
                 return f"copied block {event.source} to {event.target}"
-            case BlocksSwappedOut():
-                return f"swapped out to host blocks {list(event.host_blocks)}"
-            case BlocksSwappedIn():
+            case TransferStarted(kind="swap_out"):
+                return f"swapped out to host blocks {list(event.targets)} ({_named(event)})"
+            case TransferStarted():
                 return (
-                    f"swapped in from host blocks {list(event.host_blocks)} to blocks "
-                    f"{list(event.blocks)}"
+                    f"swapped in from host blocks {list(event.sources)} to blocks "
+                    f"{list(event.targets)} ({_named(event)})"
                 )
-            case HostBlocksReleased():
-                return f"gave back host blocks {list(event.host_blocks)}"
+            case SlotsReleased():
+                return f"gave back host blocks {list(event.slots)}"
         return None
+
+
+class _Slot:
+    """Tells what an event did to one block of a lower tier."""
+
+    def __init__(self, tier: Tier, group: int, slot: int) -> None:
+        self._tier = tier
+        self._group = group
+        self._slot = slot
+        self._copies = _Copies(tier, group, slot)
+
+    def tell(self, event: Event) -> str | None:
+        if isinstance(event, TransferStarted | TransferLanded | TransferCancelled | TransferEnded):
+            return self._copies.tell(event)
+        if (getattr(event, "tier", "disk"), getattr(event, "group", None)) != (
+            self._tier,
+            self._group,
+        ):
+            return None
+        slots: Sequence[int] = getattr(event, "slots", ())
+        if self._slot not in slots:
+            return None
+        if isinstance(event, SlotsEvicted):
+            return f"evicted ({event.cause})"
+        if isinstance(event, SlotsReleased):
+            return f"given up by r{event.request}"
+        return "found again after a restart" if isinstance(event, TierReopened) else None
+
+
+class _Copies:
+    """Tells what transfers do to one block, at either of their ends."""
+
+    def __init__(self, tier: Tier, group: int, block: int) -> None:
+        self._end = (tier, group, block)
+        self._seen: dict[int, str] = {}
+
+    def tell(self, event: Event) -> str | None:
+        if isinstance(event, TransferStarted):
+            return self._started(event)
+        number = getattr(event, "transfer", None)
+        if number not in self._seen:
+            return None
+        named = self._seen[number]
+        if isinstance(event, TransferLanded):
+            return f"{event.parts} blocks of {named} had arrived"
+        if isinstance(event, TransferCancelled):
+            return f"{named} was cancelled"
+        if isinstance(event, TransferEnded):
+            cause = f" ({event.cause})" if event.cause else ""
+            return f"{named} ended, {event.result}{cause}"
+        return None
+
+    def _started(self, event: TransferStarted) -> str | None:
+        tier, group, block = self._end
+        source, target = ENDS[event.kind]
+        if group != event.group:
+            return None
+        who = "" if event.request is None else f" for r{event.request}"
+        named = self._seen[event.transfer] = _named(event)
+        if tier == source and block in event.sources:
+            there = _nth(event.targets, list(event.sources).index(block))
+            return f"being copied{who} to {target} block {there} by {named}"
+        if tier == target and block in event.targets:
+            there = _nth(event.sources, list(event.targets).index(block))
+            return f"being filled{who} from {source} block {there} by {named}"
+        del self._seen[event.transfer]
+        return None
+
+
+def _named(event: TransferStarted) -> str:
+    return f"transfer {event.transfer}, {event.kind}"
 
 
 def _nth(blocks: Sequence[int], index: int) -> int | None:

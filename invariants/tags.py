@@ -46,7 +46,13 @@ _TAIL = 96
 UNWRITTEN = 1
 FREED = 2
 EVICTED = 3
-POISON_NAMES = {UNWRITTEN: "never written", FREED: "freed", EVICTED: "evicted"}
+IN_FLIGHT = 4
+POISON_NAMES = {
+    UNWRITTEN: "never written",
+    FREED: "freed",
+    EVICTED: "evicted",
+    IN_FLIGHT: "still on its way",
+}
 
 
 @lru_cache(maxsize=4096)

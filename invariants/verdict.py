@@ -7,6 +7,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+from kvproof.invariants.operations import Tier
+
 Verdict = Literal["pass", "fail", "unknown"]
 
 _RANK: dict[Verdict, int] = {"pass": 0, "unknown": 1, "fail": 2}
@@ -63,6 +65,8 @@ class Violation(Struct, frozen=True):
     group: int = 0
     block: int | None = None
     request: int | None = None
+    tier: Tier = "device"
+    """Where the block lies."""
 
 
 def primary(violations: Sequence[Violation]) -> Violation:

@@ -53,10 +53,6 @@ class View(Protocol):
         """Physical block by logical block of a live request; empty while preempted."""
         ...
 
-    def free_host_count(self, group: int) -> int:
-        """Free blocks of swap space; 0 for subjects without."""
-        ...
-
     def steps_in_flight(self) -> Sequence[int]:
         """Launched, unretired steps, oldest first."""
         ...

@@ -26,16 +26,21 @@ from kvproof.invariants.events import (
     BlocksReleased,
     BlocksReused,
     BlocksShared,
-    BlocksSwappedIn,
-    BlocksSwappedOut,
     Event,
-    HostBlocksReleased,
     ReleaseFenced,
+    SlotsEvicted,
+    SlotsReleased,
     StepItem,
     StepLaunched,
     StepRetired,
+    TierReopened,
+    TransferCancelled,
+    TransferEnded,
+    TransferKind,
+    TransferLanded,
+    TransferStarted,
 )
-from kvproof.invariants.operations import Admit, Arrive
+from kvproof.invariants.operations import Admit, Arrive, Promote, Tier
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.scheduling.vocabulary import (
     Completed,
@@ -103,10 +108,10 @@ def _docstring(text: str) -> str:
 
 def _imports(case: Case) -> str:
     kinds = {type(operation).__name__ for operation in case.operations}
-    admissions = [operation for operation in case.operations if isinstance(operation, Admit)]
-    if admissions or any(isinstance(operation, Arrive) for operation in case.operations):
+    prompted = [o for o in case.operations if isinstance(o, Admit | Arrive | Promote)]
+    if prompted:
         kinds.add("Segment")
-    if any(operation.media for operation in admissions):
+    if any(isinstance(operation, Admit | Promote) and operation.media for operation in prompted):
         kinds.add("Media")
     lines = [
         "from kvproof.invariants.case import Case",
@@ -144,8 +149,9 @@ def _source(value: Struct) -> str:
 # -- the log -------------------------------------------------------------------------------------
 
 _LEGEND = """\
-r3: request 3, b7: block 7, h5: host block 5, s2: step 2, [1]: row 1 of the request's block table
-+ given   = reused (prefix hit)   & shared with a fork   > copied (on write, or by a swap)
+r3: request 3, b7: block 7, s2: step 2, [1]: row 1 of the request's block table
+h5: slot 5 of host memory, d5: slot 5 of the disk, t4: transfer 4
++ given   = reused (prefix hit)   & shared with a fork   > copied (on write, or by a transfer)
 - released   * made findable   x evicted   ~ left to the fence of a step in flight"""
 _SCHEDULER_LEGEND = """
 q3: request 3 of the scheduler, by arrival (in the cache it may be another r)
@@ -179,6 +185,8 @@ def _answer(outcome: Outcome) -> str:
         words.append(f"{outcome.cached_tokens} cached")
     if outcome.count:
         words.append(outcome.count)
+    if outcome.lookup:
+        words.append(f"below: {outcome.lookup}")
     return " ".join(str(word) for word in words)
 
 
@@ -187,9 +195,12 @@ def _changes(events: Sequence[Event]) -> str:
     return "; ".join(filter(None, said))
 
 
+def _numbered(letter: str, group: int, numbers: Sequence[int]) -> str:
+    return (f"g{group}:" if group else "") + ",".join(f"{letter}{number}" for number in numbers)
+
+
 def _blocks(event: Any) -> str:
-    group = f"g{event.group}:" if event.group else ""
-    return group + ",".join(f"b{block}" for block in event.blocks)
+    return _numbered("b", event.group, event.blocks)
 
 
 def _placed(sign: str) -> Callable[[Any], str]:
@@ -206,9 +217,39 @@ def _copied(event: BlockCopied) -> str:
     return f"{group}b{event.source}>b{event.target} r{event.request}[{event.row}]"
 
 
-def _host_blocks(event: Any) -> str:
-    group = f"g{event.group}:" if event.group else ""
-    return group + ",".join(f"h{block}" for block in event.host_blocks)
+_ENDS: dict[TransferKind, tuple[str, str]] = {
+    "store": ("b", "h"),
+    "demote": ("h", "d"),
+    "fetch": ("d", "h"),
+    "promote": ("h", "b"),
+    "swap_out": ("b", "h"),
+    "swap_in": ("h", "b"),
+}
+"""How the blocks at the source and at the target of a transfer are written."""
+_SLOT: dict[Tier, str] = {"device": "b", "host": "h", "disk": "d"}
+
+
+def _transfer(event: TransferStarted) -> str:
+    source, target = _ENDS[event.kind]
+    request = "" if event.request is None else f" r{event.request}"
+    sources = _numbered(source, event.group, event.sources)
+    return f"t{event.transfer}: {sources}>{_numbered(target, 0, event.targets)}{request}"
+
+
+def _transfer_ended(event: TransferEnded) -> str:
+    return f"t{event.transfer} {event.result}" + (f" ({event.cause})" if event.cause else "")
+
+
+def _slots_evicted(event: SlotsEvicted) -> str:
+    return f"x{_numbered(_SLOT[event.tier], event.group, event.slots)} ({event.cause})"
+
+
+def _slots_released(event: SlotsReleased) -> str:
+    return f"-{_numbered(_SLOT[event.tier], event.group, event.slots)} r{event.request}"
+
+
+def _reopened(event: TierReopened) -> str:
+    return f"found {_numbered('d', event.group, event.slots) or 'nothing'}"
 
 
 def _evicted(event: BlocksEvicted) -> str:
@@ -238,9 +279,13 @@ _SAID: dict[type[Event], Callable[[Any], str]] = {
     BlocksReleased: _released,
     BlockCopied: _copied,
     BlocksEvicted: _evicted,
-    BlocksSwappedOut: lambda event: f"{_blocks(event)}>{_host_blocks(event)} r{event.request}",
-    BlocksSwappedIn: lambda event: f"{_host_blocks(event)}>{_blocks(event)} r{event.request}",
-    HostBlocksReleased: lambda event: f"-{_host_blocks(event)} r{event.request}",
+    TransferStarted: _transfer,
+    TransferLanded: lambda event: f"t{event.transfer}: {event.parts} landed",
+    TransferCancelled: lambda event: f"t{event.transfer} not wanted any more",
+    TransferEnded: _transfer_ended,
+    SlotsEvicted: _slots_evicted,
+    SlotsReleased: _slots_released,
+    TierReopened: _reopened,
     ReleaseFenced: lambda event: f"~r{event.request} s{event.step}",
     StepLaunched: lambda event: f"s{event.step}: " + ", ".join(map(_item, event.items)),
     StepRetired: lambda event: f"s{event.step} retired",

@@ -15,17 +15,26 @@ from kvproof.invariants.operations import (
     Abort,
     Admit,
     AnyOperation,
+    Complete,
+    Evict,
     Finish,
     Launch,
     Operation,
     Preempt,
     Resume,
     Retire,
+    Slow,
+    Withhold,
     kind_of,
 )
 from kvproof.invariants.outcomes import SKIPPED, Outcome
 from kvproof.invariants.subject import Subject
 from kvproof.invariants.verdict import Violation
+
+_ASKED_FOR = frozenset(("slots", "swaps", "tiers"))
+"""Features that operations may ask for."""
+_RESTORING = (Withhold("device"), Withhold("host"), Withhold("disk"), Slow())
+"""What ends all that was done to the tiers from outside."""
 
 CRASH = "CRASH"
 """The property that a subject breaks by raising: an operation answers, it does not raise."""
@@ -43,13 +52,18 @@ def crash_violation(operation: Operation, error: Exception) -> Violation:
 
 def asks_for(operation: Operation) -> set[str]:
     """The features that a subject needs to do the operation as it stands."""
+    slots = tiers = swaps = False
     if isinstance(operation, Admit | Resume):
-        return {"slots"} if operation.slots else set()
-    if isinstance(operation, Launch):
-        return {"slots"} if operation.items else set()
-    if isinstance(operation, Preempt):
-        return {"swaps"} if operation.swap else set()
-    return set()
+        slots = operation.slots > 0
+        tiers = operation.wait if isinstance(operation, Admit) else operation.late
+    elif isinstance(operation, Launch):
+        slots = bool(operation.items)
+    elif isinstance(operation, Preempt):
+        swaps, tiers = operation.swap, operation.late
+    elif isinstance(operation, Evict):
+        tiers = operation.tier != "device"
+    asked = {"slots": slots, "swaps": swaps, "tiers": tiers}
+    return {feature for feature, asks in asked.items() if asks}
 
 
 class Harness:
@@ -72,7 +86,7 @@ class Harness:
         self._capable = {
             kind for kind in OPERATION_TYPES if kind.__name__.lower() in subject.capabilities
         }
-        lacking = {"slots", "swaps"} - subject.semantics.features()
+        lacking = _ASKED_FOR - subject.semantics.features()
         self._lacking = lacking if "arrive" not in subject.capabilities else frozenset[str]()
         """What operations may ask for and the subject does not offer."""
         self._checked = checked
@@ -138,7 +152,7 @@ class Harness:
         return self.violations
 
     def drain(self, performed: list[AnyOperation]) -> None:
-        """End all requests and steps, so that quiescence is reached.
+        """End all requests, steps and transfers, so that quiescence is reached.
 
         What it takes is appended to ``performed`` as it is done, also if a checker stumbles.
         """
@@ -151,6 +165,15 @@ class Harness:
                 if self.perform(operation).status != "done":
                     return
 
+        def end_transfers() -> None:
+            if Complete in self._capable:
+                until_skipped(Complete())
+
+        for operation in _RESTORING:
+            if type(operation) in self._capable and not self.violations:
+                performed.append(operation)
+                self.perform(operation)
+        end_transfers()
         until_skipped(Retire())
         until_skipped(Launch())
         until_skipped(Retire())
@@ -158,6 +181,7 @@ class Harness:
             until_skipped(Finish(0))
         until_skipped(Abort(0))
         until_skipped(Retire())
+        end_transfers()
 
     def operation_counts(self) -> dict[str, dict[str, int]]:
         """Per operation kind: done, refused, skipped."""

@@ -1,8 +1,9 @@
 """The Hypothesis machine over any subject: one rule for each kind of operation that it can do.
 
 For pytest, and for shrinking by Hypothesis.  Operations are total, so the rules need no
-preconditions; each is checked as it is performed, which is cheaper than an invariant.  A run ends
-with a drain and a full audit.  What fails is told as one exception, with its story and its case.
+preconditions but one: what is always refused for want of a tier is not tried.  Each is checked as
+it is performed, which is cheaper than an invariant.  A run ends with a drain and a full audit.
+What fails is told as one exception, with its story and its case.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from hypothesis.errors import InvalidArgument
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
+    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -112,10 +114,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(**WORLD_ARGUMENTS)
     def start(self, **arguments: int) -> None:
-        if self.setup.schedules:
-            self._world = scheduler_world(**arguments)
-        else:
-            self._world = world(**arguments, able=self.setup.able)
+        make = scheduler_world if self.setup.schedules else world
+        self._world = make(**arguments, able=self.setup.able)
         self._harness = harness_for(
             self.setup.factory(self._world.configuration),
             audit_interval=self.setup.audit_interval,
@@ -319,7 +319,10 @@ def _rule(kind: str, recipe: Recipe) -> Callable[..., Any]:
             self._perform(operation)
 
     perform.__name__ = kind
-    return rule(**recipe.arguments, then=FOLLOW_UPS)(perform)
+    drawn = rule(**recipe.arguments, then=FOLLOW_UPS)(perform)
+    if not recipe.needs:
+        return drawn
+    return precondition(lambda machine: recipe.needs.issubset(machine._world.features))(drawn)
 
 
 # -- what `kvproof check` runs ---------------------------------------------------------------------

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from kvproof.invariants.checker import CheckerError
 from kvproof.invariants.events import Event
-from kvproof.invariants.operations import AnyOperation, Arrive, Operation, Run, kind_of
+from kvproof.invariants.operations import AnyOperation, Arrive, Operation, Run, Wait, kind_of
 from kvproof.invariants.outcomes import SKIPPED, Outcome, Status
 from kvproof.invariants.scheduling.checker import SchedulingChecker
 from kvproof.invariants.scheduling.vocabulary import SchedulerEvent
@@ -18,7 +18,8 @@ from kvproof.stateful_tests.subjects.scheduler import SchedulerSubject
 
 DRAIN_ITERATIONS = 64
 """Iterations of one operation while a run is drained."""
-
+_UNTIL_ALL_HAVE_COME = Wait(1 << 50)
+"""Longer than any copies take, and short enough to be done over and over."""
 
 _STOPPED = Outcome("refused", "stopped_by_violation")
 """Of the operation in which a violation is seen; its subject gives no answer any more."""
@@ -144,16 +145,19 @@ class SchedulingHarness:
         return self.violations
 
     def drain(self, performed: list[AnyOperation]) -> None:
-        """Run to the end of all requests: the liveness phase.
+        """Run to the end of all requests, the liveness phase, and of all copies.
 
         What it takes is appended to ``performed`` as it is done, also if a checker stumbles.
         """
-        operation = Run(DRAIN_ITERATIONS)
+        operation: AnyOperation = Run(DRAIN_ITERATIONS)
         while not self.violations:
             performed.append(operation)
             outcome = self.perform(operation)
             if outcome.status != "done" or not self.subject.state_view.live():
                 break
+        if self.subject.configuration.offloads_prefixes and not self.violations:
+            performed.append(_UNTIL_ALL_HAVE_COME)
+            self.perform(_UNTIL_ALL_HAVE_COME)
 
     def operation_counts(self) -> dict[str, dict[str, int]]:
         """Per operation kind of the scheduler: done, refused, skipped."""

@@ -13,31 +13,45 @@ prompts so that prefixes are hit, and features that are off in many runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from hypothesis import strategies as st
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvproof.invariants.operations import (
     Abort,
     Admit,
     AnyOperation,
     Arrive,
+    Cancel,
+    Complete,
+    Corrupt,
     Decode,
     Evict,
+    Fail,
     Finish,
     Fork,
     Grow,
+    Land,
     Launch,
     Media,
+    Notify,
+    Offload,
     Preempt,
+    Promote,
     Reserve,
     Reset,
+    Restart,
     Resume,
     Retire,
     Run,
     Schedule,
     Segment,
+    Slow,
+    Tier,
+    Wait,
+    Withhold,
 )
 from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.subject import Configuration
@@ -47,7 +61,11 @@ FEATURES = ("tails", "chunks", "salt", "adapter", "media", "long", "narrow", "sl
 adapters, with media; prompts near the pool's size; few running requests; blocks for part of a
 prompt or in advance, and steps over chosen requests; swap space.  The names are those of the
 seeded generator, so that a case reads the same from either driver."""
-OPTIONAL_FEATURES = frozenset(("slots", "swaps"))
+TIER_FEATURES = ("tiers", "disk", "arc", "late", "waits", "io-faults")
+"""The same for a memory hierarchy: tiers below the device; a disk; eviction by ARC; swaps that
+stay in flight; admissions that wait for KV; faults of the disk, and blocks that somebody else
+takes."""
+OPTIONAL_FEATURES = frozenset(("slots", "swaps", "tiers"))
 """Those of which the subject must be capable (see ``Semantics.features``)."""
 
 _BLOCK_SIZES = (1, 2, 3, 4, 5, 8, 12, 16)
@@ -57,8 +75,17 @@ _EDGES = (0, 1, -1, 1)
 """A prompt ends on the edge of a block, or a token off, where the arithmetic is."""
 _STEMS = (0, 0, 1, 2)
 _TAIL_SOURCE = 10
+_TRIP_SOURCE = 3
+"""Of prompts that nobody else has, so that they can be lost."""
 _ITEMS = (1, 2, 1 + (1 << 16))
 """Media items, two of which agree in their low bits (bug B47)."""
+_TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+_CAUSES: tuple[Literal["error", "timeout", "short_write", "disk_full"], ...] = (
+    "error",
+    "timeout",
+    "short_write",
+    "disk_full",
+)
 
 
 class World(Struct, frozen=True):
@@ -68,6 +95,11 @@ class World(Struct, frozen=True):
     features: tuple[str, ...] = ()
     schedules: bool = False
     """Whether it is a scheduler that is driven."""
+
+    @property
+    def tiered(self) -> bool:
+        """Whether there are tiers below the device."""
+        return "tiers" in self.features
 
 
 Arguments = Mapping[str, Any]
@@ -80,6 +112,7 @@ WORLD_ARGUMENTS: Arguments = {
     "run_ahead": st.integers(1, 3),
     "requests": st.integers(0, 3),
     "features": st.integers(0, (1 << len(FEATURES)) - 1),
+    "tiers": st.integers(0, (1 << len(TIER_FEATURES)) - 1),
 }
 """Strategies for the arguments of :func:`world`."""
 
@@ -90,16 +123,18 @@ def world(
     run_ahead: int,
     requests: int,
     features: int,
+    tiers: int = 0,
     able: frozenset[str] = OPTIONAL_FEATURES,
 ) -> World:
-    """The world of one run; ``features`` has a bit for each of ``FEATURES``.
+    """The world of one run; a bit of ``features`` for each of ``FEATURES``, of ``tiers`` for each
+    of ``TIER_FEATURES``, of which only the first makes the others count.
 
     ``able``: the features of the subject.
     """
     on = tuple(
         name
-        for bit, name in enumerate(FEATURES)
-        if features >> bit & 1 and (name in able or name not in OPTIONAL_FEATURES)
+        for name in _of_bits(FEATURES, features)
+        if name in able or name not in OPTIONAL_FEATURES
     )
     configuration = Configuration(
         blocks=blocks,
@@ -108,7 +143,30 @@ def world(
         run_ahead=run_ahead,
         host_blocks=1 + blocks // 3 if "swaps" in on else 0,
     )
-    return World(configuration, on)
+    return _tiered(World(configuration, on), tiers, able)
+
+
+def _of_bits(names: tuple[str, ...], bits: int) -> tuple[str, ...]:
+    return tuple(name for bit, name in enumerate(names) if bits >> bit & 1)
+
+
+def _tiered(world: World, tiers: int, able: frozenset[str]) -> World:
+    """The world with these tiers; slots are so few that copies evict each other."""
+    on = _of_bits(TIER_FEATURES, tiers)
+    if "tiers" not in on or "tiers" not in able:
+        return world
+    configuration, features = world.configuration, world.features + on
+    eviction: Literal["lru", "arc"] = "arc" if "arc" in on else "lru"
+    tiered = replace(
+        configuration,
+        offload="both" if world.schedules or "swaps" in features else "prefix",
+        host_blocks=1 + configuration.blocks // 4,
+        disk_blocks=1 + configuration.blocks // 8 if "disk" in on else 0,
+        device_eviction=eviction,
+        host_eviction=eviction,
+        disk_eviction=eviction,
+    )
+    return replace(world, configuration=tiered, features=features)
 
 
 SCHEDULER_FEATURES = (
@@ -126,10 +184,16 @@ SCHEDULER_FEATURES = (
 
 
 def scheduler_world(
-    blocks: int, block_size: int, run_ahead: int, requests: int, features: int
+    blocks: int,
+    block_size: int,
+    run_ahead: int,
+    requests: int,
+    features: int,
+    tiers: int = 0,
+    able: frozenset[str] = OPTIONAL_FEATURES,
 ) -> World:
-    """The world of one run of a scheduler; a bit of ``features`` for each of its features."""
-    on = tuple(name for bit, name in enumerate(SCHEDULER_FEATURES) if features >> bit & 1)
+    """The world of one run of a scheduler; arguments as for :func:`world`."""
+    on = _of_bits(SCHEDULER_FEATURES, features)
     pool, whole = blocks * block_size, "whole-prefill" in on
     small = "small-budget" in on and not whole
     configuration = Configuration(
@@ -145,12 +209,12 @@ def scheduler_world(
             chunked_prefill=not whole,
         ),
     )
-    return World(configuration, on, schedules=True)
+    return _tiered(World(configuration, on, schedules=True), tiers, able)
 
 
 def _admit(world: World, prompt: int, identity: int) -> Admit:
-    """``prompt``: edge (2 bits), rows (3), stem (2).  ``identity``: tail (2 bits), salt (2),
-    adapter (1), media or else slots (2); each counts only where its feature is on."""
+    """``prompt``: edge (2 bits), rows (3), stem (2).  ``identity``: tail (2 bits), salt or wait
+    (2), adapter (1), media or else slots (2); each counts only where its feature is on."""
     features = world.features
     stem = Segment(_STEMS[prompt >> 5], _stem_length(world, prompt))
     if not identity or not features:
@@ -163,6 +227,7 @@ def _admit(world: World, prompt: int, identity: int) -> Admit:
         adapter=identity >> 4 & 1 if "adapter" in features else 0,
         media=_media(world, prompt >> 5, media) if media else (),
         slots=0 if "media" in features else _slots(world, identity >> 5),
+        wait="waits" in features and identity >> 2 & 3 == 3,
     )
 
 
@@ -204,8 +269,10 @@ def _grow(world: World, request: int, growth: int) -> Grow:
     return Grow(request, tokens, growth & 1)
 
 
-def _evict(world: World, blocks: int) -> Evict:
-    return Evict((1, 2, 4, world.configuration.blocks)[blocks])
+def _evict(world: World, blocks: int, tier: int) -> Evict:
+    return Evict(
+        (1, 2, 4, world.configuration.blocks)[blocks], _TIERS[tier] if world.tiered else "device"
+    )
 
 
 def _reserve(world: World, request: int, slots: int) -> Reserve:
@@ -224,6 +291,45 @@ def _launch(world: World, budget: int) -> Launch:
     if "slots" in world.features and budget & 1:
         return Launch(items=((budget >> 1 & 3, 1 + (budget >> 3)), (budget >> 3, 1)))
     return Launch(budget if "chunks" in world.features else 0)
+
+
+def _preempt(world: World, request: int, swap: int) -> Preempt:
+    """``swap``: swapped out or not (1 bit), late (1)."""
+    swaps = swap & 1 > 0 and "suspension" in world.configuration.meanings
+    return Preempt(request, swaps, late=swaps and swap >> 1 > 0 and "late" in world.features)
+
+
+def _resume(world: World, request: int, slots: int) -> Resume:
+    """``slots``: as for ``_admit`` (2 bits), late (1)."""
+    late = slots >> 2 > 0 and "late" in world.features
+    return Resume(request, _slots(world, slots & 3), late)
+
+
+def _lower(world: World, to: int) -> Literal["host", "disk"]:
+    return "disk" if to and "disk" in world.features else "host"
+
+
+def _offload(world: World, to: int, which: int) -> Offload:
+    """``which``: how many blocks (2 bits), from the first of the queue on or the second (1)."""
+    return Offload(_lower(world, to), first=which >> 2, blocks=(0, 1, 1, 2)[which & 3])
+
+
+def _promote(world: World, prompt: int, identity: int, to: int) -> Promote:
+    """``prompt`` and ``identity``: as for ``_admit``.  ``to``: host or device (1 bit), all or a
+    single block (1)."""
+    admit = _admit(world, prompt, identity)
+    return Promote(
+        admit.prompt,
+        salt=admit.salt,
+        adapter=admit.adapter,
+        media=admit.media,
+        to="host" if to & 1 and "disk" in world.features else "device",
+        blocks=to >> 1,
+    )
+
+
+def _withhold(world: World, tier: int, blocks: int) -> Withhold:
+    return Withhold(_TIERS[tier], (0, 1, 2, world.configuration.blocks)[blocks])
 
 
 def _arrive(world: World, prompt: int, output: int) -> Arrive:
@@ -247,12 +353,19 @@ class Recipe(Struct, frozen=True):
     build: Callable[..., AnyOperation]
     """From the world and the arguments to the operation."""
     arguments: Arguments = {}
+    needs: frozenset[str] = frozenset()
+    """The features of the run without which it says nothing."""
 
 
 _REQUEST = {"request": st.integers(0, 7)}
+_PROMPT = {"prompt": st.integers(0, 127), "identity": st.integers(0, 127)}
+_TRANSFER = {"transfer": st.integers(0, 3)}
+_TIERED = frozenset(("tiers",))
+_IO_FAULTS = frozenset(("tiers", "io-faults"))
+_DISK_FAULTS = _IO_FAULTS | {"disk"}
 
 RECIPES: Mapping[str, Recipe] = {
-    "admit": Recipe(_admit, {"prompt": st.integers(0, 127), "identity": st.integers(0, 127)}),
+    "admit": Recipe(_admit, _PROMPT),
     "grow": Recipe(_grow, _REQUEST | {"growth": st.integers(0, 15)}),
     "decode": Recipe(_decode, {"first": st.integers(0, 3), "more": st.integers(0, 7)}),
     "reserve": Recipe(_reserve, _REQUEST | {"slots": st.integers(0, 15)}),
@@ -261,40 +374,91 @@ RECIPES: Mapping[str, Recipe] = {
     "fork": Recipe(
         lambda world, request, more: Fork(request, 1 + more), _REQUEST | {"more": st.booleans()}
     ),
-    "evict": Recipe(_evict, {"blocks": st.integers(0, 3)}),
+    "evict": Recipe(_evict, {"blocks": st.integers(0, 3), "tier": st.integers(0, 2)}),
     "reset": Recipe(lambda world: Reset()),
-    "preempt": Recipe(
-        lambda world, request, swap: Preempt(request, swap and "swaps" in world.features),
-        _REQUEST | {"swap": st.booleans()},
-    ),
-    "resume": Recipe(
-        lambda world, request, slots: Resume(request, _slots(world, slots)),
-        _REQUEST | {"slots": st.integers(0, 3)},
-    ),
+    "preempt": Recipe(_preempt, _REQUEST | {"swap": st.integers(0, 3)}),
+    "resume": Recipe(_resume, _REQUEST | {"slots": st.integers(0, 7)}),
     "launch": Recipe(_launch, {"budget": st.integers(0, 31)}),
     "retire": Recipe(lambda world: Retire()),
+    "offload": Recipe(
+        _offload, {"to": st.integers(0, 1), "which": st.integers(0, 7)}, needs=_TIERED
+    ),
+    "promote": Recipe(_promote, _PROMPT | {"to": st.integers(0, 3)}, needs=_TIERED),
+    "land": Recipe(
+        lambda world, transfer, more: Land(transfer, 1 + more),
+        _TRANSFER | {"more": st.integers(0, 1)},
+        needs=_TIERED,
+    ),
+    "complete": Recipe(lambda world, transfer: Complete(transfer), _TRANSFER, needs=_TIERED),
+    "fail": Recipe(
+        lambda world, transfer, cause: Fail(transfer, _CAUSES[cause]),
+        _TRANSFER | {"cause": st.integers(0, 3)},
+        needs=_TIERED,
+    ),
+    "cancel": Recipe(lambda world, transfer: Cancel(transfer), _TRANSFER, needs=_TIERED),
+    "notify": Recipe(lambda world, transfer: Notify(transfer), _TRANSFER, needs=_TIERED),
+    "withhold": Recipe(
+        _withhold, {"tier": st.integers(0, 2), "blocks": st.integers(0, 3)}, needs=_IO_FAULTS
+    ),
+    "corrupt": Recipe(
+        lambda world, block, byte: Corrupt(block, byte),
+        {"block": st.integers(0, 3), "byte": st.integers(0, 127)},
+        needs=_DISK_FAULTS,
+    ),
+    "restart": Recipe(
+        lambda world, transfer, stage: Restart(transfer, stage),
+        _TRANSFER | {"stage": st.integers(0, 4)},
+        needs=_DISK_FAULTS,
+    ),
+    "slow": Recipe(
+        lambda world, slow: Slow(1 + slow), {"slow": st.integers(0, 1)}, needs=_DISK_FAULTS
+    ),
     "arrive": Recipe(_arrive, {"prompt": st.integers(0, 127), "output": st.integers(0, 127)}),
     "schedule": Recipe(lambda world: Schedule()),
     "run": Recipe(lambda world, more: Run(1 + more), {"more": st.integers(0, 3)}),
+    "wait": Recipe(lambda world, time: Wait(10**time), {"time": st.integers(0, 7)}, needs=_TIERED),
 }
 """Every kind of operation, by its name."""
+
+_NEWEST = 839
+"""Modulo any number of candidates up to eight, the last of them."""
+
+
+def _round_trip(world: World) -> tuple[AnyOperation, ...]:
+    """What takes a prompt's blocks down as far as there are tiers, and up again."""
+    prompt = (Segment(_TRIP_SOURCE, 2 * world.configuration.block_size + 1),)
+    saved: tuple[AnyOperation, ...] = ()
+    fetched: tuple[AnyOperation, ...] = ()
+    if "disk" in world.features:
+        saved = (Offload("disk"), Complete(_NEWEST))
+        fetched = (Evict(_NEWEST, "host"), Promote(prompt, to="host"), Complete(_NEWEST))
+    down = (Admit(prompt), Launch(), Retire(), Offload(), Complete(_NEWEST), *saved)
+    lost = (Finish(_NEWEST), Evict(_NEWEST), *fetched)
+    return (*down, *lost, Promote(prompt), Complete(_NEWEST), Admit(prompt))
+
 
 FOLLOW_UPS = st.integers(0, 127)
 """Strategy for the argument of :func:`follow_up`."""
 
 
 def follow_up(world: World, then: int) -> tuple[AnyOperation, ...]:
-    """What a rule does besides its own operation: nothing (0), or one that keeps a run going.
+    """What a rule does besides its own operation: nothing (0), or what keeps a run going.
 
     Hypothesis switches whole rules off for a run (swarm testing): admit, launch or retire in
     three runs of four, which then reach next to nothing.  So every rule can bring them.
-    ``then``: kind (3 bits), prompt or request (4 bits).
+    ``then``: kind (3 bits), prompt, request or number of operations (4 bits).
     """
     kind, argument = then & 7, then >> 3
     if kind == 0:
         return ()
     if world.schedules:
         return (_arrive(world, argument * kind, argument),) if kind <= 3 else (Run(kind - 3),)
+    if world.tiered and kind == 1:
+        return _round_trip(world)[:argument]
+    if world.tiered and kind == 2:
+        return (Complete(argument & 1),)
+    if world.tiered and kind == 4:
+        return (Offload(blocks=argument & 1),)
     if kind <= 2:
         return (_admit(world, argument * kind, 0),)
     if kind <= 4:

@@ -16,6 +16,8 @@ class Totals(Struct):
     operations: dict[str, dict[str, int]] = field(default_factory=dict)
     goals: dict[str, int] = field(default_factory=dict)
     checked: dict[str, int] = field(default_factory=dict)
+    meanings: dict[str, int] = field(default_factory=dict)
+    """Runs by what might become of KV that the device had no room for."""
     problems: list[str] = field(default_factory=list)
     """Why the verdict is unknown: a checker stumbled."""
 
@@ -27,6 +29,7 @@ class Totals(Struct):
             total = self.operations.setdefault(kind, dict.fromkeys(counts, 0))
             for status, count in counts.items():
                 total[status] += count
+        _add(self.meanings, {" or ".join(harness.subject.configuration.meanings): 1})
         _add(self.goals, harness.goals)
         _add(self.checked, harness.checks())
 
@@ -41,6 +44,7 @@ class Totals(Struct):
         for part in (self, other):
             for kind, counts in part.operations.items():
                 _add(total.operations.setdefault(kind, {}), counts)
+            _add(total.meanings, part.meanings)
             _add(total.goals, part.goals)
             _add(total.checked, part.checked)
         return total

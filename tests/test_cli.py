@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from kvproof.fuzz.cli.app import app
 from kvproof.invariants.case import load_case, save_case
 from kvproof.invariants.checks import CHECKS
-from kvproof.invariants.operations import KINDS
+from kvproof.invariants.operations import KINDS, TIER_KINDS
 
 COMMANDS = ("check", "trace", "replay", "shrink", "invariants", "faults", "bench")
 
@@ -69,7 +69,7 @@ def test_check_passes_and_says_what_it_did(tmp_path: Path) -> None:
     assert fields["seed"] == "3"
     assert fields["subject"] == "engine"
     assert fields["ops"] > 1000
-    assert set(fields["operations"]) == set(KINDS)
+    assert set(fields["operations"]) == {*KINDS, *TIER_KINDS}
     assert all(counts["done"] > 0 for counts in fields["operations"].values())
     assert all(goal["hits"] or goal["rare"] for goal in fields["goals"])
     assert {entry["id"] for entry in fields["invariants"]} == {check.id() for check in CHECKS}
@@ -290,7 +290,7 @@ def test_bench_prints_ratios_with_their_conditions(name: str, tmp_path: Path) ->
     fields = printed(result)
     assert result.returncode == 0
     ratios = {
-        "engine": {"checked_over_unchecked", "blocks_1m_over_1k"},
+        "engine": {"checked_over_unchecked", "untiered_over_tiered", "blocks_1m_over_1k"},
         "machine": {"machine_over_idle"},
     }
     assert set(fields["ratios"]) == ratios[name]

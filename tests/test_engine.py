@@ -21,10 +21,7 @@ from kvproof.invariants.events import (
     BlocksReleased,
     BlocksReused,
     BlocksShared,
-    BlocksSwappedIn,
-    BlocksSwappedOut,
     Event,
-    HostBlocksReleased,
     ReleaseFenced,
     RequestAborted,
     RequestAdmitted,
@@ -34,9 +31,12 @@ from kvproof.invariants.events import (
     RequestPreempted,
     RequestResumed,
     RequestsDecoded,
+    SlotsReleased,
     StepItem,
     StepLaunched,
     StepRetired,
+    TransferEnded,
+    TransferStarted,
 )
 from kvproof.invariants.operations import (
     Abort,
@@ -478,27 +478,29 @@ def test_items_stand_for_themselves_and_no_budget_bounds_them() -> None:
 
 def test_swap_out_copies_the_computed_blocks_and_gives_back_all() -> None:
     cache = Cache(prompt(6), *STEP, Grow(0, 6), host_blocks=3)
-    assert cache.do(Preempt(0, swap=True)) == Outcome("done", None, 0)
+    assert cache.do(Preempt(0, swap=True)) == Outcome("done", None, 0, transfers=(0,))
     assert cache.said(
-        BlocksSwappedOut(0, 0, [1, 2], [0, 1]),
+        TransferStarted(0, "swap_out", 0, [1, 2], [0, 1], request=0),
         BlocksReleased(0, 0, [3, 2, 1]),
         RequestPreempted(0),
+        TransferEnded(0, "completed"),
     )
     assert cache.view.standing(0) == ("swapped", 12, 6, (0,))
     assert cache.view.table(0, 0) == []
-    assert (cache.view.free_count(0), cache.view.free_host_count(0)) == (8, 1)
+    assert (cache.view.free_count(0), cache.engine.host_free(0)) == (8, 1)
 
 
 def test_swap_in_brings_back_what_was_computed() -> None:
     cache = Cache(prompt(6), *STEP, Grow(0, 6), Preempt(0, swap=True), prompt(1, 1), host_blocks=3)
-    assert cache.do(Resume(0)) == Outcome("done", None, 0, cached_tokens=6)
+    assert cache.do(Resume(0)) == Outcome("done", None, 0, cached_tokens=6, transfers=(1,))
     assert cache.said(
         BlocksAllocated(0, 0, 0, [3, 4, 5]),
-        BlocksSwappedIn(0, 0, [0, 1], [3, 4]),
+        TransferStarted(1, "swap_in", 0, [0, 1], [3, 4], request=0),
+        TransferEnded(1, "completed"),
         RequestResumed(0, 6),
     )
     assert cache.view.standing(0) == ("running", 12, 6, (3,))
-    assert cache.view.free_host_count(0) == 3
+    assert cache.engine.host_free(0) == 3
     cache.do(Launch())
     assert launched(cache) == [(0, 6, 12), (1, 0, 1)]
 
@@ -516,7 +518,8 @@ def test_a_swapped_request_takes_no_prefix_hit() -> None:
     cache.do(Resume(0))
     assert cache.said(
         BlocksAllocated(0, 0, 0, [2, 3]),
-        BlocksSwappedIn(0, 0, [0, 1], [2, 3]),
+        TransferStarted(1, "swap_in", 0, [0, 1], [2, 3], request=0),
+        TransferEnded(1, "completed"),
         RequestResumed(0, 6),
     )
     assert dict(cache.view.index(0)) == {cache.key(0, 0): (1,)}
@@ -525,16 +528,15 @@ def test_a_swapped_request_takes_no_prefix_hit() -> None:
 @pytest.mark.parametrize(("slots", "rows"), [(0, 3), (1, 2), (6, 2), (9, 3), (16, 4)])
 def test_a_swapped_request_gets_no_fewer_slots_than_were_swapped_out(slots: int, rows: int) -> None:
     cache = Cache(prompt(6), *STEP, Grow(0, 6), Preempt(0, swap=True), host_blocks=3)
-    assert cache.do(Resume(0, slots)) == Outcome("done", None, 0, cached_tokens=6)
+    outcome = cache.do(Resume(0, slots))
+    assert outcome == Outcome("done", None, 0, cached_tokens=6, transfers=(1,))
     assert cache.view.standing(0) == ("running", 12, 6, (rows,))
 
 
 def test_a_request_without_a_computed_token_needs_no_host_block() -> None:
     cache = Cache(prompt(6))
     assert cache.do(Preempt(0, swap=True)) == Outcome("done", None, 0)
-    assert cache.said(
-        BlocksSwappedOut(0, 0, [], []), BlocksReleased(0, 0, [2, 1]), RequestPreempted(0)
-    )
+    assert cache.said(BlocksReleased(0, 0, [2, 1]), RequestPreempted(0))
     assert cache.view.standing(0) == ("swapped", 6, 0, (0,))
     assert cache.do(Resume(0)) == Outcome("done", None, 0)
     assert cache.view.standing(0) == ("running", 6, 0, (2,))
@@ -543,15 +545,15 @@ def test_a_request_without_a_computed_token_needs_no_host_block() -> None:
 def test_an_aborted_swapped_request_leaves_no_host_block() -> None:
     cache = Cache(prompt(6), *STEP, Preempt(0, swap=True), host_blocks=2)
     assert cache.do(Abort(0)) == Outcome("done", None, 0)
-    assert cache.said(HostBlocksReleased(0, 0, [0, 1]), RequestAborted(0))
-    assert cache.view.free_host_count(0) == 2
+    assert cache.said(SlotsReleased("host", 0, 0, [0, 1]), RequestAborted(0))
+    assert cache.engine.host_free(0) == 2
     assert list(cache.view.requests()) == []
 
 
 def test_swapped_and_preempted_requests_are_resumed_by_their_rank() -> None:
     cache = Cache(prompt(2), *STEP, prompt(2, 1), *STEP, host_blocks=2)
     cache.do(Preempt(1), Preempt(0, swap=True))
-    assert cache.do(Resume(0)) == Outcome("done", None, 0, cached_tokens=2)
+    assert cache.do(Resume(0)) == Outcome("done", None, 0, cached_tokens=2, transfers=(1,))
     assert cache.do(Resume(0)) == Outcome("done", None, 1)
 
 
@@ -559,9 +561,9 @@ def test_host_blocks_are_used_again() -> None:
     cache = Cache(prompt(6), *STEP, host_blocks=2)
     for _ in range(3):
         cache.do(Preempt(0, swap=True))
-        assert cache.view.free_host_count(0) == 0
+        assert cache.engine.host_free(0) == 0
         cache.do(Resume(0))
-        assert cache.view.free_host_count(0) == 2
+        assert cache.engine.host_free(0) == 2
     cache.do(Preempt(0, swap=True), Resume(0), Preempt(0))
     assert cache.view.standing(0) == ("preempted", 6, 0, (0,))
 

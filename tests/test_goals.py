@@ -12,26 +12,40 @@ from kvproof.fuzz.replay import Replay, replay
 from kvproof.fuzz.search import search
 from kvproof.fuzz.shrink import shrink
 from kvproof.fuzz.swarm import FEATURES, draw_run
+from kvproof.fuzz.tier_swarm import TIER_FEATURES
 from kvproof.invariants.case import Case
 from kvproof.invariants.goals import GOALS
 from kvproof.invariants.operations import (
     KINDS,
+    TIER_KINDS,
     Abort,
     Admit,
+    Cancel,
+    Complete,
+    Corrupt,
     Decode,
     Evict,
+    Fail,
     Finish,
     Fork,
     Grow,
+    Land,
     Launch,
     Media,
+    Notify,
+    Offload,
     Operation,
     Preempt,
+    Promote,
     Reserve,
     Reset,
+    Restart,
     Resume,
     Retire,
     Segment,
+    Slow,
+    Tier,
+    Withhold,
     kind_of,
 )
 from kvproof.invariants.story import explain
@@ -120,33 +134,166 @@ SCRIPTS: dict[str, tuple[int, Run, Run]] = {
         [prompt(1), prompt(1, 1), Launch(items=((0, 1), (1, 1)))],
     ),
 }
+# The same of a memory hierarchy: 8 blocks on the device and 3 on each of host and disk, unless said
+# otherwise, for completed blocks and for suspended requests.
+READY = (prompt(5), *STEP)
+STORING = (*READY, Offload())
+STORED = (*STORING, Complete())
+SAVING = (*STORED, Offload("disk"))
+BELOW = (*STORED, Finish(0), Evict(9))
+LOWEST = (*SAVING, Complete(), Finish(0), Evict(9), Evict(9, "host"))
+PROMOTE = Promote(prompt(5).prompt)
+FETCH = Promote(prompt(5).prompt, to="host")
+AWAY = (*READY, OUT)
+LATE = Resume(0, late=True)
+OTHER_STORED = (prompt(5, 1), *STEP, Offload(), Complete(1))
+THIRD = (prompt(5, 2), *STEP, Offload())
+TIER_SCRIPTS: dict[str, tuple[dict[str, Any], Run, Run]] = {
+    "store-completed": ({}, [*STORING, Complete()], [*STORING, Fail()]),
+    "promoted": ({}, [*BELOW, PROMOTE, Complete()], [*BELOW, PROMOTE, Fail()]),
+    "demoted": ({}, [*SAVING, Complete()], [*SAVING, Fail()]),
+    "fetched": ({}, [*LOWEST, FETCH, Complete()], [*LOWEST, FETCH, Fail()]),
+    "hit-on-promoted-block": (
+        {},
+        [*BELOW, PROMOTE, Complete(), prompt(5)],
+        [*BELOW, PROMOTE, Complete(), Evict(1), prompt(5)],
+    ),
+    "swap-out-in-flight": ({}, [*READY, Preempt(0, swap=True, late=True)], [*READY, OUT]),
+    "loading": ({}, [*AWAY, LATE], [*AWAY, Resume(0)]),
+    "preempted-while-stored": ({}, [*STORING, Preempt(0)], [*STORED, Preempt(0)]),
+    "aborted-while-loading": ({}, [*AWAY, LATE, Abort(0)], [*AWAY, LATE, Complete(), Abort(0)]),
+    "aborted-after-load": (
+        {},
+        [*AWAY, LATE, Complete(), Abort(0)],
+        [*AWAY, LATE, Complete(), Grow(0), Launch(), Abort(0)],
+    ),
+    "hit-on-pending": ({}, [*BELOW, PROMOTE, prompt(5)], [*BELOW, PROMOTE, Complete(), prompt(5)]),
+    "waited-for-pending": (
+        {},
+        [*BELOW, PROMOTE, prompt(5, wait=True)],
+        [*BELOW, PROMOTE, prompt(5)],
+    ),
+    "retry-answered": ({}, [Slow(2), prompt(5)], [Slow(2), Slow(1), prompt(5)]),
+    "store-source-hit": ({}, [*STORING, prompt(5)], [*STORED, prompt(5)]),
+    "store-outlives-its-block": (
+        {},
+        [*STORING, Finish(0), prompt(1, 1)],
+        [*STORING, Finish(0), Complete(), prompt(1, 1)],
+    ),
+    "promotion-refused": ({}, [*BELOW, prompt(32, 1), PROMOTE], [*BELOW, prompt(28, 1), PROMOTE]),
+    "store-refused": (
+        {},
+        [prompt(17), *STEP, Offload()],
+        [prompt(13), *STEP, Offload()],
+    ),
+    "fetch-refused": (
+        {},
+        [*LOWEST, Withhold("host", 3), FETCH],
+        [*LOWEST, Withhold("host", 2), FETCH],
+    ),
+    "demote-refused": (
+        {},
+        [*STORED, Withhold("disk", 3), Offload("disk")],
+        [*STORED, Withhold("disk", 2), Offload("disk")],
+    ),
+    "swap-in-refused": ({}, [*AWAY, prompt(28, 1), Resume(0)], [*AWAY, prompt(24, 1), Resume(0)]),
+    "completed-out-of-order": (
+        {},
+        [prompt(9), *STEP, Offload(blocks=1), Offload(), Complete(1)],
+        [prompt(9), *STEP, Offload(blocks=1), Offload(), Complete(0)],
+    ),
+    "landed-in-part": ({}, [prompt(9), *STEP, Offload(), Land()], [*STORING, Land()]),
+    "failed-after-landing": ({}, [*STORING, Land(), Fail()], [*STORING, Fail()]),
+    "cancelled-then-completed": (
+        {},
+        [*STORING, Cancel(), Complete()],
+        [*STORING, Cancel(), Offload(), Complete(1)],
+    ),
+    "late-notice-while-slot-is-reused": (
+        {},
+        [*STORING, Fail(), Offload(), Notify()],
+        [*STORING, Fail(), Notify()],
+    ),
+    "host-evicted-under-pressure": (
+        {"host_blocks": 1},
+        [*STORED, prompt(5, 1), *STEP, Offload()],
+        [*STORED, prompt(5, 1), *STEP, Evict(1, "host"), Offload()],
+    ),
+    "evicts-past-pinned-slot": (
+        {"host_blocks": 2},
+        [*STORED, Offload("disk"), *OTHER_STORED, *THIRD],
+        [*STORED, Offload("disk"), *OTHER_STORED, Complete(), *THIRD],
+    ),
+    "arc-ghost-hit": (
+        {"device_eviction": "arc"},
+        [*READY, Finish(0), Evict(1), *READY, Finish(0)],
+        [*READY, Finish(0), Evict(1), prompt(5, 1), *STEP, Finish(0)],
+    ),
+    "short-write": ({}, [*SAVING, Fail(0, "short_write")], [*STORING, Fail(0, "short_write")]),
+    "disk-full": ({}, [*SAVING, Fail(0, "disk_full")], [*STORING, Fail(0, "disk_full")]),
+    "corrupt-block-met": (
+        {},
+        [*LOWEST, Corrupt(), FETCH, Complete()],
+        [*LOWEST, Corrupt(), FETCH, Fail()],
+    ),
+    "restart-with-a-store-in-flight": (
+        {},
+        [*SAVING, Restart()],
+        [*LOWEST, FETCH, Restart()],
+    ),
+    "restart-finds-blocks": (
+        {},
+        [*SAVING, Restart(stage=4)],
+        [*SAVING, Restart(stage=3)],
+    ),
+    "withheld-blocks-refuse": (
+        {},
+        [Withhold("device", 8), prompt(1)],
+        [Withhold("device", 8), Withhold("device"), prompt(32), prompt(1)],
+    ),
+    "reset-refused-by-transfer": (
+        {},
+        [*STORING, Finish(0), Reset()],
+        [*STORING, Reset()],
+    ),
+}
+WORLDS: dict[str, tuple[dict[str, Any], Run, Run]] = {
+    **{
+        goal: ({"blocks": blocks, "host_blocks": 2}, reaching, nearly)
+        for goal, (blocks, reaching, nearly) in SCRIPTS.items()
+    },
+    **{
+        goal: ({"host_blocks": 3, "disk_blocks": 3, "blocks": 8, "offload": "both"} | world, *runs)
+        for goal, (world, *runs) in TIER_SCRIPTS.items()
+    },
+}
 
 
-def hits(run: Run, blocks: int) -> dict[str, int]:
-    subject = EngineSubject(Configuration(blocks=blocks, host_blocks=2))
+def hits(run: Run, world: dict[str, Any]) -> dict[str, int]:
+    subject = EngineSubject(Configuration(**world))
     harness = Harness(subject, audit_interval=1)
     assert not harness.run(run)
     return harness.checker.goals.hits
 
 
 def test_every_goal_has_scripts_and_a_name_of_its_own() -> None:
-    assert list(SCRIPTS) == [goal.id for goal in GOALS]
+    assert list(WORLDS) == [goal.id for goal in GOALS]
     assert len({goal.situation for goal in GOALS}) == len(GOALS)
     assert all(goal.needs <= ABLE for goal in GOALS)
 
 
-@pytest.mark.parametrize("goal", SCRIPTS)
+@pytest.mark.parametrize("goal", WORLDS)
 def test_a_goal_is_met_by_its_situation_and_not_by_the_next_best(goal: str) -> None:
-    blocks, reaching, nearly = SCRIPTS[goal]
-    assert hits(reaching, blocks)[goal] == 1
-    assert hits(nearly, blocks)[goal] == 0
+    world, reaching, nearly = WORLDS[goal]
+    assert hits(reaching, world)[goal] == 1
+    assert hits(nearly, world)[goal] == 0
 
 
 @pytest.mark.parametrize("goal", GOALS, ids=lambda goal: goal.id)
 def test_a_goal_needs_what_it_says(goal: Any) -> None:
     """The script uses all the operations that the goal says it needs."""
-    kinds = {kind_of(operation) for operation in SCRIPTS[goal.id][1]}
-    assert goal.needs & set(KINDS) <= kinds
+    kinds = {kind_of(operation) for operation in WORLDS[goal.id][1]}
+    assert goal.needs & {*KINDS, *TIER_KINDS} <= kinds
 
 
 def test_a_search_of_seconds_meets_every_goal() -> None:
@@ -154,7 +301,7 @@ def test_a_search_of_seconds_meets_every_goal() -> None:
     assert search("engine", "goals", seconds=20, totals=totals, runs_max=300) is None
     assert not totals.problems
     assert {name for name, count in totals.goals.items() if not count} == set()
-    assert set(totals.goals) == set(SCRIPTS)
+    assert set(totals.goals) == set(WORLDS)
     assert min(totals.operations[kind]["done"] for kind in KINDS) > 0
 
 
@@ -178,9 +325,9 @@ def test_draws_vary_in_everything_that_they_draw() -> None:
     assert max(world.blocks for world in worlds) == 33
     assert {world.block_size for world in worlds} >= {1, 2, 3, 4, 5, 8, 16}
     assert {world.run_ahead for world in worlds} == {1, 2, 3}
-    assert {world.host_blocks for world in worlds} == {0, 1, 3, 8, 33}
+    assert {world.host_blocks for world in worlds} == {0, 1, 2, 3, 4, 8, 16, 33}
     kinds = Counter(kind_of(operation) for draw in draws for operation in draw.operations)
-    assert set(kinds) == set(KINDS)
+    assert set(kinds) == {*KINDS, *TIER_KINDS}
     lacking = [kind for kind in KINDS if kind not in ("admit", "grow", "launch", "retire")]
     for kind in lacking:
         without = [d for d in draws if all(kind_of(o) != kind for o in d.operations)]
@@ -212,6 +359,7 @@ def test_a_draw_has_only_features_of_the_subject() -> None:
     assert {feature for draw in draws for feature in draw.features} == {*FEATURES} - {
         "slots",
         "swaps",
+        *TIER_FEATURES,
     }
     assert {draw.configuration.host_blocks for draw in draws} == {0}
     for operation in (operation for draw in draws for operation in draw.operations):
@@ -284,10 +432,19 @@ def test_the_story_of_a_request_is_its_life() -> None:
     )
 
 
-def _lives(operations: list[Any], **about: int) -> str:
+def _lives(
+    operations: list[Any],
+    *,
+    block: int | None = None,
+    request: int | None = None,
+    tier: Tier = "device",
+    **world: Any,
+) -> str:
     """What the story of a violation about that block or request would tell of a healthy run."""
-    done = replay(Case("engine", Configuration(host_blocks=2), operations), record=True)
-    return explain(Violation("PROV", "…", **about), done.moments, 4).partition("\n")[2]
+    case = Case("engine", Configuration(**{"host_blocks": 2} | world), operations)
+    done = replay(case, record=True)
+    about = Violation("PROV", "…", block=block, request=request, tier=tier)
+    return explain(about, done.moments, 4).partition("\n")[2]
 
 
 def test_the_story_of_a_swapped_block_leads_to_the_host_and_back() -> None:
@@ -296,38 +453,63 @@ def test_the_story_of_a_swapped_block_leads_to_the_host_and_back() -> None:
         "Block 2: given to r0 as row 1 at op 0 (admit); "
         "to be written by r0 (positions 0 to 5) in step 0 at op 1 (launch); "
         "written as step 0 retired at op 2 (retire); "
-        "copied by r0 to host block 1 at op 3 (preempt); "
+        "being copied for r0 to host block 1 by transfer 0, swap_out at op 3 (preempt); "
         "released by r0 at op 3 (preempt); "
+        "transfer 0, swap_out ended, completed at op 3 (preempt); "
         "given to r0 as row 0 at op 4 (resume); "
-        "filled by r0 from host block 0 at op 4 (resume)."
+        "being filled for r0 from host block 0 by transfer 1, swap_in at op 4 (resume); "
+        "transfer 1, swap_in ended, completed at op 4 (resume)."
+    )
+    assert _lives(run, block=1, tier="host") == (
+        "Host block 1: being filled for r0 from device block 2 by transfer 0, swap_out at op 3 "
+        "(preempt); "
+        "transfer 0, swap_out ended, completed at op 3 (preempt); "
+        "being copied for r0 to device block 3 by transfer 1, swap_in at op 4 (resume); "
+        "transfer 1, swap_in ended, completed at op 4 (resume)."
+    )
+
+
+def test_the_story_of_a_block_on_the_host_tells_what_transfers_and_evictions_did_to_it() -> None:
+    run = [*STORING, Land(), Fail(0, "timeout"), Offload(), Cancel(), Complete(), Offload()]
+    run += [Complete(), Finish(0), Evict(1, "host")]
+    assert _lives(run, block=0, tier="host", host_blocks=1, offload="prefix") == (
+        "Host block 0: being filled from device block 1 by transfer 0, store at op 3 (offload); "
+        "1 blocks of transfer 0, store had arrived at op 4 (land); "
+        "transfer 0, store ended, failed (timeout) at op 5 (fail); "
+        "being filled from device block 1 by transfer 1, store at op 6 (offload); "
+        "transfer 1, store was cancelled at op 7 (cancel); "
+        "transfer 1, store ended, cancelled at op 8 (complete); "
+        "being filled from device block 1 by transfer 2, store at op 9 (offload); "
+        "transfer 2, store ended, completed at op 10 (complete); "
+        "evicted (request) at op 12 (evict)."
+    )
+
+
+def test_the_story_of_a_block_on_disk_goes_on_after_a_restart() -> None:
+    life = _lives([*SAVING, Restart(stage=4)], block=0, tier="disk", disk_blocks=2, offload="both")
+    assert life == (
+        "Disk block 0: being filled from host block 0 by transfer 1, demote at op 5 (offload); "
+        "transfer 1, demote ended, failed (crash) at op 6 (restart); "
+        "found again after a restart at op 6 (restart)."
     )
 
 
 def test_the_story_of_a_swapped_request_tells_where_its_bytes_were() -> None:
     run = [prompt(6), *STEP, OUT, Resume(0), prompt(1), Decode((1, 0)), Decode((1,)), OUT, Abort(0)]
     assert _lives(run, request=0).partition("step 0 retired at op 2 (retire); ")[2] == (
-        "swapped out to host blocks [0, 1] at op 3 (preempt); "
+        "swapped out to host blocks [0, 1] (transfer 0, swap_out) at op 3 (preempt); "
         "gave back blocks [2, 1] at op 3 (preempt); "
         "preempted at op 3 (preempt); "
         "got blocks [2, 3] at op 4 (resume); "
-        "swapped in from host blocks [0, 1] to blocks [2, 3] at op 4 (resume); "
+        "swapped in from host blocks [0, 1] to blocks [2, 3] (transfer 1, swap_in) at op 4 "
+        "(resume); "
         "resumed with 6 cached tokens at op 4 (resume); "
         "grew by 1 at op 6 (decode); "
-        "swapped out to host blocks [0, 1] at op 8 (preempt); "
+        "swapped out to host blocks [0, 1] (transfer 2, swap_out) at op 8 (preempt); "
         "gave back blocks [3, 2] at op 8 (preempt); "
         "preempted at op 8 (preempt); "
         "gave back host blocks [0, 1] at op 9 (abort); "
         "aborted at op 9 (abort)."
-    )
-
-
-def test_the_story_of_bytes_that_did_not_come_back_ends_before_them() -> None:
-    run = [prompt(6), *STEP, OUT, Resume(0)]
-    story, violation, _ = _told("swap-in-forgets-last-block", run, host_blocks=2)
-    assert (violation.property, violation.block, violation.request) == ("PROV", 3, 0)
-    assert story == (
-        "PROV at operation 4: request 0 reads position 4 from block 3, offset 0 (row 1 of its "
-        "table), which holds never written.\nBlock 3: given to r0 as row 1 at op 4 (resume)."
     )
 
 

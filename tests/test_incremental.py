@@ -22,7 +22,9 @@ from kvproof.invariants import checker
 from kvproof.invariants.checker import AUDITED_SHARE, audit_interval
 from kvproof.invariants.operations import Operation
 from kvproof.invariants.subject import Configuration
+from kvproof.invariants.tier_books import Tiers
 from kvproof.invariants.verdict import primary
+from kvproof.invariants.view import TieredView
 from kvproof.stateful_tests.harness import Harness
 from kvproof.stateful_tests.subjects.engine import EngineSubject
 
@@ -40,13 +42,20 @@ AUDIT_SEES_FIRST = {
     "copy-for-two-owners-only",
     "key-field-survives-eviction",  # the order of the free blocks
     "evicts-the-hottest",
-    "lookups-counted-when-refused",  # figures
+    "device-hits-let-the-host-age",
+    "arc-forgets-its-ghosts",
+    "hit-covers-the-whole-prompt",  # figures
+    "stores-counted-when-started",
+    "tiers-share-a-miss-counter",
+    "lookups-counted-when-refused",
     "hits-counted-again-on-resume",
     "evictions-count-what-was-asked",
 }
 """Faults whose damage lies where only audits look, until it does more damage or is undone."""
 
 ONLY_AUDITED = {
+    "stores-counted-when-started",
+    "tiers-share-a-miss-counter",
     "lookups-counted-when-refused",
     "hits-counted-again-on-resume",
     "evictions-count-what-was-asked",
@@ -207,23 +216,42 @@ def assert_books_agree_with_the_view(harness: Harness) -> None:
         assert view.standing(request.id) == request.standing(books.block_size)
         assert request.length == len(request.tags) == view.standing(request.id)[1]
     assert [step.number for step in books.steps] == list(view.steps_in_flight())
-    host_blocks = books.configuration.host_blocks
     for group in books.groups:
         number = group.group
         for request in books.requests.values():
             assert list(view.table(request.id, number)) == request.tables[number]
         assert list(view.ref_counts(number)) == group.refs
         assert dict(view.index(number)) == group.blocks_of
-        assert view.free_host_count(number) + len(group.host_holder) == host_blocks
-        assert group.host_holder == {
-            block: request.id
-            for request in books.requests.values()
-            for block in request.host_tables[number]
-        }
         free = list(view.free_blocks(number))
-        assert len(free) == view.free_count(number) == group.usable - group.referenced
+        assert len(free) == view.free_count(number) + group.withheld
+        assert len(free) == group.usable - group.referenced == group.free + group.withheld
         assert {block for block, refs in enumerate(group.refs) if not refs} == {0, *free}
-        assert free[group.empty_free :] == list(group.cached_free)
+        assert sorted(free[group.empty_free :]) == sorted(group.cached_free)
+        assert free[group.empty_free :] == list(group.adaptive or group.cached_free)
+    if books.tiers is not None:
+        assert_tiers_agree_with_the_view(books.tiers, view)
+
+
+def assert_tiers_agree_with_the_view(tiers: Tiers, view: TieredView) -> None:
+    """Every slot, pin, key, victim and byte, and every transfer."""
+    assert list(view.transfers()) == list(tiers.in_flight)
+    ends: Counter[tuple[str, int, int]] = Counter()
+    for transfer in tiers.in_flight.values():
+        ends.update((transfer.source, transfer.group, entry) for entry in transfer.sources)
+        ends.update((transfer.target, transfer.group, entry) for entry in transfer.targets)
+    for tier in tiers.all:
+        name, group = tier.tier, tier.group
+        pins = [ends[name, group, slot] for slot in range(tier.capacity)]
+        assert list(view.tier_pins(name, group)) == tier.pins == pins
+        assert tier.busy == {slot for slot, count in enumerate(pins) if count} | {*tier.owner}
+        assert view.free_tier_count(name, group) == tier.free
+        assert dict(view.tier_index(name, group)) == tier.slot_of_key
+        assert tier.slot_of_key == {key: slot for slot, key in tier.key_of.items()}
+        assert list(view.victims(name, group)) == list(tier.order)
+        assert {*tier.order} == {*tier.key_of} - tier.busy
+        for slot, key in tier.key_of.items():
+            content = None if slot in tier.corrupt else key
+            assert view.tier_content(name, group, slot) == content
 
 
 def test_the_books_agree_with_the_view_after_thousands_of_operations() -> None:

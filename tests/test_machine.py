@@ -25,13 +25,21 @@ from kvproof.invariants.case import Case, dump_case, load_case, parse_case
 from kvproof.invariants.events import Event
 from kvproof.invariants.operations import (
     KINDS,
+    TIER_KINDS,
     Abort,
     Admit,
     AnyOperation,
+    Cancel,
+    Complete,
+    Evict,
+    Fail,
     Finish,
+    Land,
     Launch,
     Media,
+    Offload,
     Preempt,
+    Promote,
     Reset,
     Resume,
     Retire,
@@ -47,7 +55,15 @@ from kvproof.stateful_tests.machine import (
     machine_for,
     run_machine,
 )
-from kvproof.stateful_tests.strategies import FEATURES, RECIPES, World, follow_up, world
+from kvproof.stateful_tests.strategies import (
+    FEATURES,
+    RECIPES,
+    TIER_FEATURES,
+    World,
+    follow_up,
+    scheduler_world,
+    world,
+)
 from kvproof.stateful_tests.subjects import SubjectFactory
 from kvproof.stateful_tests.subjects.engine import EngineSubject
 from kvproof.stateful_tests.totals import Totals
@@ -192,7 +208,7 @@ def test_only_rules_that_the_subject_can_do() -> None:
     names = {rule.function.__name__ for rule in machine.setup_state().rules}
     assert names == {"admit", "finish", "launch", "retire"}
     assert {r.function.__name__ for r in machine_for(EngineSubject, "e").setup_state().rules} == (
-        set(KINDS)
+        {*KINDS, *TIER_KINDS}
     )
 
 
@@ -252,7 +268,7 @@ def test_run_machine_reaches_every_operation() -> None:
 
     def reached() -> bool:
         done = totals.operations
-        return bool(done) and all(done[kind]["done"] for kind in KINDS)
+        return bool(done) and all(done[kind]["done"] for kind in (*KINDS, *TIER_KINDS))
 
     run_machine(EngineSubject, "engine", seconds=120, seed=1, totals=totals, stop=reached)
     assert reached()
@@ -304,9 +320,17 @@ def test_run_machine_goes_on_epoch_after_epoch(monkeypatch: pytest.MonkeyPatch) 
 # -- decoding ------------------------------------------------------------------------------------
 
 
+EVERY = (1 << len(FEATURES)) - 1
+ALL_TIERS = (1 << len(TIER_FEATURES)) - 1
+
+
 def worlds() -> list[World]:
-    every = (1 << len(FEATURES)) - 1
-    return [world(6, 1, 1, 0, 0), world(7, 3, 2, 1, every), world(33, 16, 3, 3, every)]
+    return [
+        world(6, 1, 1, 0, 0),
+        world(7, 3, 2, 1, EVERY),
+        world(33, 16, 3, 3, EVERY, ALL_TIERS),
+        world(6, 1, 1, 0, 0, 1),
+    ]
 
 
 def test_every_number_decodes_to_a_valid_operation() -> None:
@@ -316,9 +340,24 @@ def test_every_number_decodes_to_a_valid_operation() -> None:
         operations += [RECIPES["grow"].build(here, r, g) for r in range(8) for g in range(16)]
         operations += [RECIPES["decode"].build(here, f, m) for f in range(4) for m in range(8)]
         operations += [RECIPES["reserve"].build(here, r, s) for r in range(8) for s in range(16)]
-        operations += [RECIPES["preempt"].build(here, 0, swap) for swap in (False, True)]
-        operations += [RECIPES["resume"].build(here, r, s) for r in range(8) for s in range(4)]
+        operations += [RECIPES["preempt"].build(here, 0, swap) for swap in range(4)]
+        operations += [RECIPES["resume"].build(here, r, s) for r in range(8) for s in range(8)]
         operations += [RECIPES["launch"].build(here, budget) for budget in range(32)]
+        operations += [RECIPES["evict"].build(here, b, t) for b in range(4) for t in range(3)]
+        operations += [RECIPES["offload"].build(here, t, w) for t in range(2) for w in range(8)]
+        operations += [RECIPES["promote"].build(here, n, n, n & 3) for n in numbers]
+        operations += [RECIPES["land"].build(here, t, more) for t in range(4) for more in range(2)]
+        operations += [RECIPES["fail"].build(here, t, c) for t in range(4) for c in range(4)]
+        operations += [RECIPES["withhold"].build(here, t, b) for t in range(3) for b in range(4)]
+        operations += [RECIPES["corrupt"].build(here, b, n) for b in range(4) for n in numbers]
+        operations += [RECIPES["restart"].build(here, t, s) for t in range(4) for s in range(5)]
+        operations += [RECIPES["slow"].build(here, slow) for slow in range(2)]
+        operations += [RECIPES["wait"].build(here, time) for time in range(8)]
+        operations += [
+            RECIPES[kind].build(here, transfer)
+            for kind in ("complete", "cancel", "notify")
+            for transfer in range(4)
+        ]
         operations += [operation for n in numbers for operation in follow_up(here, n)]
         case = Case("engine", here.configuration, operations, here.features)
         assert parse_case(dump_case(case)) == case
@@ -328,6 +367,10 @@ def test_zero_is_the_simplest() -> None:
     for here in worlds():
         size = here.configuration.block_size
         assert RECIPES["admit"].build(here, 0, 0) == Admit((Segment(0, size),))
+        assert RECIPES["preempt"].build(here, 0, 0) == Preempt(0)
+        assert RECIPES["promote"].build(here, 0, 0, 0) == Promote((Segment(0, size),))
+        assert RECIPES["offload"].build(here, 0, 0) == Offload()
+        assert RECIPES["evict"].build(here, 0, 0) == Evict()
         assert follow_up(here, 0) == ()
 
 
@@ -339,18 +382,45 @@ def test_lengths_lie_around_the_edges_of_blocks() -> None:
 
 
 def test_what_a_subject_is_not_capable_of_is_not_drawn() -> None:
-    every = (1 << len(FEATURES)) - 1
     for able in (frozenset[str](), frozenset(("slots",)), frozenset(("swaps",))):
-        here = world(7, 3, 2, 1, every, able)
-        assert {"slots", "swaps"} & {*here.features} == able
+        here = world(7, 3, 2, 1, EVERY, ALL_TIERS, able)
+        assert {"slots", "swaps", *TIER_FEATURES} & {*here.features} == able
         assert (here.configuration.host_blocks > 0) == ("swaps" in able)
         admitted: list[Any] = [RECIPES["admit"].build(here, 0, i) for i in range(128)]
-        resumed: list[Any] = [RECIPES["resume"].build(here, 0, s) for s in range(4)]
+        resumed: list[Any] = [RECIPES["resume"].build(here, 0, s) for s in range(8)]
+        evicted: list[Any] = [RECIPES["evict"].build(here, 0, tier) for tier in range(3)]
         launched: list[Any] = [RECIPES["launch"].build(here, budget) for budget in range(32)]
-        preempted: list[Any] = [RECIPES["preempt"].build(here, 0, s) for s in (False, True)]
+        preempted: list[Any] = [RECIPES["preempt"].build(here, 0, s) for s in range(4)]
         assert any(o.slots for o in resumed) == any(o.items for o in launched) == ("slots" in able)
         assert not any(o.slots for o in admitted), "there are media instead"
         assert any(o.swap for o in preempted) == ("swaps" in able)
+        assert not any(o.wait for o in admitted)
+        assert not any(o.late for o in preempted + resumed)
+        assert {o.tier for o in evicted} == {"device"}
+
+
+def test_tiers_are_drawn_with_what_belongs_to_them() -> None:
+    bits = [1 << number for number in range(len(TIER_FEATURES))]
+    plain, disk, arc, late, waits, io_faults = [world(9, 4, 2, 0, 0, bits[0] | b) for b in bits]
+    assert plain.features == ("tiers",)
+    assert plain.configuration.offload == "prefix"
+    assert plain.configuration.host_blocks == 3
+    assert [here.configuration.disk_blocks for here in (plain, disk)] == [0, 2]
+    assert [here.configuration.device_eviction for here in (plain, arc)] == ["lru", "arc"]
+    assert not any(world(9, 4, 2, 0, 0, bit).features for bit in bits[1:])
+    swapping = world(9, 4, 2, 0, 1 << FEATURES.index("swaps"), bits[0] | bits[3])
+    assert swapping.configuration.offload == "both"
+    assert RECIPES["preempt"].build(swapping, 0, 3) == Preempt(0, swap=True, late=True)
+    assert RECIPES["preempt"].build(late, 0, 3) == Preempt(0), "nobody is swapped out here"
+    assert RECIPES["admit"].build(waits, 0, 12).wait
+    assert RECIPES["restart"].needs - {*io_faults.features} == {"disk"}
+
+
+def test_a_scheduler_has_tiers_where_its_cache_can() -> None:
+    assert scheduler_world(9, 4, 1, 0, 0, 3).configuration.disk_blocks
+    assert scheduler_world(9, 4, 1, 0, 0, 3, frozenset()).configuration == Configuration(
+        blocks=9, block_size=4, run_ahead=1
+    )
 
 
 def test_an_admission_may_have_slots_of_its_own_where_there_are_no_media() -> None:
@@ -361,7 +431,7 @@ def test_an_admission_may_have_slots_of_its_own_where_there_are_no_media() -> No
 
 
 def test_features_are_those_of_the_seeded_generator() -> None:
-    assert set(FEATURES) == set(SWARM_FEATURES)
+    assert {*FEATURES, *TIER_FEATURES} == set(SWARM_FEATURES)
 
 
 # -- what a finding leaves behind ----------------------------------------------------------------
@@ -432,10 +502,25 @@ def test_log_tells_where_swapped_blocks_are() -> None:
     case = Case("engine", Configuration(host_blocks=2), [*run, swap, Resume(0), swap, Abort(0)])
     text = log_text(case, "", replay(case, record=True).moments)
     assert [line.rpartition("  ")[2] for line in text.splitlines()[-4:]] == [
-        "b1,b2>h0,h1 r0; -b2,b1 r0",
-        "+b2,b3 r0[0]; h0,h1>b2,b3 r0",
-        "b2,b3>h0,h1 r0; -b3,b2 r0",
+        "t0: b1,b2>h0,h1 r0; -b2,b1 r0; t0 completed",
+        "+b2,b3 r0[0]; t1: h0,h1>b2,b3 r0; t1 completed",
+        "t2: b2,b3>h0,h1 r0; -b3,b2 r0; t2 completed",
         "-h0,h1 r0",
+    ]
+
+
+def test_log_tells_what_becomes_of_transfers() -> None:
+    run: list[AnyOperation] = [Admit((Segment(0, 5),)), Launch(), Retire(), Offload()]
+    run += [Land(), Fail(cause="timeout"), Offload(), Cancel(), Complete()]
+    case = Case("engine", Configuration(host_blocks=2, offload="prefix"), run)
+    text = log_text(case, "", replay(case, record=True).moments)
+    assert [line.rpartition("  ")[2] for line in text.splitlines()[-6:]] == [
+        "t0: b1>h0",
+        "t0: 1 landed",
+        "t0 failed (timeout)",
+        "t1: b1>h0",
+        "t1 not wanted any more",
+        "t1 cancelled",
     ]
 
 

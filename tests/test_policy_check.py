@@ -515,12 +515,14 @@ EVICTION_MODULE = '''"""First in, first out, as the engine does it by default; a
 
 from collections import deque
 
+from kvproof.engine.eviction import EvictionPolicy
 
-class Fifo:
-    def __init__(self):
+
+class Fifo(EvictionPolicy):
+    def __init__(self, capacity):
         self.blocks = deque()
 
-    def insert(self, block):
+    def insert(self, block, key):
         self.blocks.append(block)
 
     def remove(self, block):
@@ -559,13 +561,13 @@ class LastIn(Fifo):
 class Loses(Fifo):
     """Forgets whom it has; those are free, but never handed out."""
 
-    def insert(self, block):
+    def insert(self, block, key):
         if len(self.blocks) < 2:
             self.blocks.append(block)
 
 
 class Lacks:
-    def insert(self, block):
+    def insert(self, block, key):
         pass
 '''
 
@@ -606,11 +608,12 @@ def test_an_eviction_policy_that_comes_with_kvproof_has_a_name(tmp_path: Path) -
     )
     unknown = _kvproof("check", "--policy", "mru", cwd=tmp_path)
     assert "unknown policy 'mru'; there are fcfs, " in unknown.stderr
-    assert ", lru, or MODULE:CLASS" in unknown.stderr
+    assert ", lru, arc, or MODULE:CLASS" in unknown.stderr
 
 
 def test_what_lacks_a_method_is_no_eviction_policy(evictions: Path) -> None:
-    with pytest.raises(InputError, match=r"lacks remove, victim, __iter__, __len__: see kvproof"):
+    lacking = r"lacks remove, victim, evicted, __iter__, __len__: see kvproof"
+    with pytest.raises(InputError, match=lacking):
         eviction_factory(f"{evictions}:Lacks")
     with pytest.raises(InputError, match=r"evictions\.py has no class Nope$"):
         subject_factory(f"eviction:{evictions}:Nope")

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvproof.engine.engine import Engine
-from kvproof.engine.eviction import LeastRecentlyUsed
+from kvproof.engine.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvproof.engine.metrics import REQUEST_METRICS, SCHEDULER_METRICS
 from kvproof.fuzz.faults import fault_by_id
 from kvproof.fuzz.swarm import draw_run
@@ -280,17 +280,17 @@ def test_the_null_block_is_never_handed_out() -> None:
     assert cache.view.ref_counts(0)[0] == 0
 
 
-class MostRecentlyUsed:
+class MostRecentlyUsed(EvictionPolicy):
     """What is evicted is what was used last: a policy of one's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int) -> None:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
-    def insert(self, block: int) -> None:
-        self._blocks[block] = None
+    def insert(self, entry: int, key: bytes, used: bool = True) -> None:
+        self._blocks[entry] = None
 
-    def remove(self, block: int) -> None:
-        del self._blocks[block]
+    def remove(self, entry: int) -> None:
+        del self._blocks[entry]
 
     def victim(self) -> int:
         return next(reversed(self._blocks))
@@ -336,6 +336,7 @@ def test_the_scheduler_figures() -> None:
     figures = cache.view.metrics()
     assert tuple(figures) == SCHEDULER_METRICS
     block_bytes = 4 * 131_072
+    below = SCHEDULER_METRICS[SCHEDULER_METRICS.index("batch_size_by_iteration") + 1 :]
     assert figures == {
         "kv_capacity_bytes": 6 * block_bytes,
         "kv_bytes_used": 5 * block_bytes,
@@ -353,6 +354,7 @@ def test_the_scheduler_figures() -> None:
         "host_promotions": 0,
         "iterations": 2,
         "batch_size_by_iteration": 1,
+        **dict.fromkeys(below, 0),
     }
     cache.do(Retire(), Finish(0), Finish(0), Resume(0), Preempt(0), Evict(1))
     figures = cache.view.metrics()
@@ -439,19 +441,21 @@ def test_groups_are_swapped_out_and_in_together() -> None:
     engine.admit(prompt_tokens((Segment(0, 8),)))
     engine.launch()
     engine.retire()
-    engine.host_pools[1].take(2)
+    hierarchy = engine.hierarchy
+    assert hierarchy is not None
+    taken = hierarchy.host[1].take(2)
     request = engine.requests[0]
     assert engine.swap_out(request).reason == NO_HOST_BLOCKS
-    assert [pool.free_count for pool in engine.host_pools] == [3, 1]
-    engine.host_pools[1].release([0])
-    assert engine.swap_out(request).status == "done"
+    assert [engine.host_free(group) for group in range(2)] == [3, 1]
+    hierarchy.host[1].unpin(taken[:1], used=False)
+    assert engine.swap_out(request).transfers == (0, 1)
     assert request.host_tables == [[0, 1], [0, 2]]
     engine.pools[1].take(3)
     assert engine.resume(request).reason == NO_FREE_BLOCKS
     engine.pools[1].release([1, 2, 3])
     assert engine.resume(request).status == "done"
     assert [len(table) for table in request.tables] == [2, 2]
-    assert [pool.free_count for pool in engine.host_pools] == [3, 2]
+    assert [engine.host_free(group) for group in range(2)] == [3, 2]
 
 
 def test_groups_agree_on_the_shortest_hit_and_have_keys_of_their_own() -> None:

@@ -12,7 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 from kvproof.engine.clock import NS_PER_S  # noqa: E402
 from kvproof.engine.job import Job, job_times  # noqa: E402
 from kvproof.engine.policies import FirstComeFirstServed  # noqa: E402
-from kvproof.engine.prometheus import COUNTERS, GAUGES, HISTOGRAMS, export  # noqa: E402
+from kvproof.engine.prometheus import (  # noqa: E402
+    COUNTERS,
+    DURATIONS,
+    GAUGES,
+    HISTOGRAMS,
+    export,
+)
 from kvproof.invariants.operations import Arrive, Retire, Schedule, Segment  # noqa: E402
 from kvproof.invariants.subject import Configuration  # noqa: E402
 from kvproof.stateful_tests.subjects.scheduler import SchedulerSubject  # noqa: E402
@@ -46,7 +52,9 @@ PER_REQUEST = (
 
 def subject_with_work() -> SchedulerSubject:
     """Three requests with one prompt, of which two may run, in a pool too small for two."""
-    configuration = Configuration(blocks=8, block_size=2, requests=2, run_ahead=1)
+    configuration = Configuration(
+        blocks=8, block_size=2, requests=2, run_ahead=1, host_blocks=16, offload="prefix"
+    )
     subject = SchedulerSubject(configuration, policy=FirstComeFirstServed)
     for _ in range(3):
         subject.apply(Arrive((Segment(0, 4),), output=6))
@@ -82,7 +90,8 @@ def test_all_figures_of_the_chapter_are_there() -> None:
 def test_what_is_scraped_is_what_the_scheduler_says_now() -> None:
     subject, registry = subject_with_work(), CollectorRegistry()
     scheduler = subject.scheduler
-    assert set(scheduler.metrics()) == set(GAUGES) | set(COUNTERS)
+    durations = {f"{name}_ns" for name in DURATIONS}
+    assert set(scheduler.metrics()) == set(GAUGES) | set(COUNTERS) | durations
     export(scheduler, registry)
     while scheduler.jobs:
         figures, samples = scheduler.metrics(), scraped(registry)
@@ -90,9 +99,14 @@ def test_what_is_scraped_is_what_the_scheduler_says_now() -> None:
             assert samples[f"kvproof_{name}"] == figures[name], name
         for name in COUNTERS:
             assert samples[f"kvproof_{name}_total"] == figures[name], name
+        for name in DURATIONS:
+            seconds = samples[f"kvproof_{name}_seconds_total"]
+            assert seconds == pytest.approx(figures[f"{name}_ns"] / NS_PER_S), name
         step(subject)
     assert scheduler.metrics()["preemptions"] > 0
     assert scheduler.metrics()["prefix_cache_hits"] > 0
+    assert scheduler.metrics()["prefix_store_bytes"] > 0
+    assert scheduler.metrics()["store_busy_ns"] > 0
 
 
 def test_each_finished_request_is_observed_once() -> None:

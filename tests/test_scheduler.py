@@ -539,7 +539,7 @@ def test_an_abort_takes_a_request_from_wherever_it_stands(
         assert world.free == 6, "the step in flight still writes its blocks"
         assert world.retire().sampled == ()
     assert world.free == 8
-    assert [pool.free_count for pool in world.engine.host_pools] == [2]
+    assert world.engine.host_free(0) == 2
     world.arrive(4)
     assert world.step().finished == (1,)
     with pytest.raises(KeyError):
@@ -723,7 +723,7 @@ def _everything(world: World) -> Any:
     scheduler, engine = world.scheduler, world.engine
     return (
         [(pool.ref_counts[:], pool.keys[:], [*pool.free_blocks()]) for pool in engine.pools],
-        [pool.free_count for pool in engine.host_pools],
+        engine.host_free(0),
         [
             (r.id, [*r.tokens], [[*table] for table in r.tables], r.computed, r.scheduled, r.epoch)
             for r in engine.requests.values()

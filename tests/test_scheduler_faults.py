@@ -150,5 +150,5 @@ def test_no_operation_is_left_out_of_the_clean_runs() -> None:
     search("scheduler:fcfs", "silent", seconds=600, totals=totals, runs_max=30)
     done = {kind: counts["done"] for kind, counts in totals.operations.items()}
     assert {kind for kind, times in done.items() if times} == {
-        "arrive", "schedule", "run", "retire", "abort",
+        "arrive", "schedule", "run", "retire", "abort", "wait",
     }  # fmt: skip

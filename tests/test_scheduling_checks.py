@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from kvproof.invariants.books import Books, RequestModel, StepModel
 from kvproof.invariants.checker import Checker, CheckerError
-from kvproof.invariants.events import StepItem
+from kvproof.invariants.events import StepItem, TransferEnded, TransferKind, TransferStarted
 from kvproof.invariants.operations import Abort, Arrive, Retire, Schedule, Segment
 from kvproof.invariants.outcomes import (
     LARGER_THAN_MODEL,
@@ -35,6 +35,7 @@ from kvproof.invariants.scheduling.view import SchedulerView
 from kvproof.invariants.scheduling.vocabulary import (
     BlocksCounted,
     Completed,
+    Deferred,
     Limits,
     Part,
     PlanRejected,
@@ -44,6 +45,8 @@ from kvproof.invariants.scheduling.vocabulary import (
     RequestCancelled,
     Scheduled,
     SchedulerEvent,
+    TransferDelivered,
+    TransferQueued,
 )
 from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.invariants.tags import prompt_tags
@@ -98,12 +101,13 @@ class World:
         requests: int = 4,
         run_ahead: int = 1,
         promises: Promises = Promises(),  # noqa: B008
+        tiers: Mapping[str, Any] = {},
         **limits: Any,
     ) -> None:
         self.configuration = Configuration(
-            blocks=blocks, block_size=4, requests=requests, run_ahead=run_ahead
+            blocks=blocks, block_size=4, requests=requests, run_ahead=run_ahead, **tiers
         )
-        self.cache = Books(self.configuration, Semantics())
+        self.cache = Books(self.configuration, Semantics(tiers=bool(tiers)))
         self.group = self.cache.groups[0]
         self.view = HonestView(self)
         self.checker = SchedulingChecker(
@@ -260,6 +264,70 @@ class World:
     def only(self) -> Violation:
         (violation,) = self.checker.violations
         return violation
+
+
+class TieredWorld(World):
+    """With host memory and a disk, where copies cost 7 ns and 3 ps a byte."""
+
+    def __init__(self, **arguments: Any) -> None:
+        tiers = {"host_blocks": 8, "disk_blocks": 8, "offload": "prefix", "kv_bytes_per_token": 500}
+        super().__init__(tiers=tiers, **arguments)
+        assert self.cache.tiers is not None
+        self.tiers = self.cache.tiers
+        self.copies: list[TransferQueued] = []
+        self._free_ns = dict[str, int]()
+
+    def promote(self, number: int, *, rows: int = 1, row: int = 0, **falsified: Any) -> int:
+        """Blocks of a waiting request's prompt are on their way from the host."""
+        prompt = self.books.live[number].prompt()
+        assert prompt is not None
+        tags = list(prompt[row * 4 + 3 : (row + rows) * 4 : 4])
+        keys = [str(tag).encode() for tag in tags]
+        host = self.tiers.host[0]
+        slots = [slot for slot in range(8) if slot not in host.key_of][:rows]
+        host.publish(slots, keys, tags)
+        blocks = [b for b in range(1, len(self.group.refs)) if not self.group.refs[b]][:rows]
+        return self.start("promote", slots, blocks, keys, **falsified)
+
+    def store(self, number: int, **falsified: Any) -> int:
+        """The first block of a running request is on its way to the host."""
+        model = self.model(number)
+        block, tag = model.tables[0][0], model.tags[3]
+        if block not in self.group.key_of:
+            self.group.publish([block], [b"%d" % tag], [tag])
+        slot = next(s for s in range(8) if not self.tiers.host[0].pins[s])
+        return self.start("store", [block], [slot], [b"%d" % tag], **falsified)
+
+    def start(
+        self,
+        copied: TransferKind,
+        sources: Sequence[int],
+        targets: Sequence[int],
+        keys: Sequence[bytes],
+        *,
+        queued: bool = True,
+        **falsified: Any,
+    ) -> int:
+        number, size = len(self.copies), len(sources) * 4 * 500
+        event = TransferStarted(number, copied, 0, sources, targets, keys)
+        self.cache.event_handlers[TransferStarted](event)
+        due_ns = max(self.now_ns, self._free_ns.get(copied, 0)) + 7 + size * 3 // 1000
+        copy = TransferQueued(number, copied, len(sources), size, self.now_ns, due_ns, 7, 3)
+        self._free_ns[copied] = due_ns
+        self.copies.append(copy)
+        if queued:
+            self.tell(replace(copy, **falsified))
+        return number
+
+    def deliver(self, number: int, *, ended: bool = True, **falsified: Any) -> None:
+        """When it is due, or as late as it is now."""
+        self.now_ns = max(self.now_ns, self.copies[number].due_ns)
+        if ended:
+            self.cache.event_handlers[TransferEnded](TransferEnded(number, "completed"))
+        self.tell(replace(TransferDelivered(number, self.now_ns), **falsified))
+
+    def defer(self, *requests: int) -> None:
+        self.tell(Deferred(requests, self.now_ns))
 
 
 def _first(world: World, id: str) -> Violation:
@@ -1151,3 +1219,265 @@ def test_goals_of_refusals_and_aborts() -> None:
         "waits-for-blocks",
     ):
         assert hits[goal], goal
+
+
+# -- copies, and requests that wait for them -------------------------------------------------------
+
+
+def test_waiting_for_kv_is_right() -> None:
+    world = TieredWorld(promises=replace(ALL, strict_priority=False))
+    world.arrive(9, 9)
+    world.arrive(4, 2)
+    copies = [world.promote(0), world.promote(0, row=1)]
+    world.defer(0)
+    world.schedule({})
+    world.deliver(copies[0])
+    world.defer(0)
+    world.schedule({})
+    world.deliver(copies[1])
+    world.defer()
+    assert world.books.figures.stalls == 2
+    assert world.books.figures.stall_ns == 13 + 13
+    assert world.books.figures.copies == {"promote": 2}
+    assert world.books.figures.copy_busy_ns == {"promote": 26}
+    assert world.checker.goals.hits["deferred-for-kv"] == 2
+    assert not world.seen
+
+
+def test_a_request_is_admitted_with_the_kv_that_it_waited_for() -> None:
+    world = TieredWorld()
+    world.arrive(9, 9)
+    world.promote(0, rows=2)
+    world.defer(0)
+    world.deliver(0)
+    world.defer()
+    world.plan({0: 9})
+    name = world.names
+    world.cache.requests[name].computed = 8
+    world.tell(
+        Scheduled(0, world.now_ns, None, (Part(0, 1, name),), (0,), (), (), ()),
+    )
+    assert world.checker.goals.hits["promoted-before-admission"] == 1
+
+
+def test_plan_nobody_is_admitted_while_kv_is_on_its_way() -> None:
+    for admitted, words in (
+        (0, "admits request 0, while KV is on its way to it"),
+        (1, "admits request 1, while KV is on its way to request 0, which arrived before"),
+    ):
+        world = TieredWorld()
+        world.arrive(9)
+        world.arrive(9)
+        world.promote(0)
+        world.defer(0)
+        world.schedule({admitted: 9})
+        assert words in _first(world, "PLAN").message
+
+
+def test_live_who_is_deferred_has_kv_on_its_way() -> None:
+    words = "request 0 is deferred, but no copy in flight brings the first block"
+    world = TieredWorld()
+    world.arrive(9)
+    world.defer(0)
+    assert words in _first(world, "LIVE").message
+
+    world = TieredWorld()
+    world.arrive(9)
+    world.promote(0, row=1)  # not the first
+    world.defer(0)
+    assert words in _first(world, "LIVE").message
+
+    world = TieredWorld()
+    world.arrive(9)
+    world.promote(0)
+    world.defer(0)
+    world.deliver(0)
+    assert not world.seen
+    world.defer(0)
+    assert words in _first(world, "LIVE").message
+
+    world = TieredWorld()
+    world.arrive(9, 2)
+    world.step({0: 9})
+    world.defer(0)
+    assert "request 0 is deferred, but does not wait" in _first(world, "LIVE").message
+
+
+def test_live_a_block_of_its_last_token_alone_is_not_waited_for() -> None:
+    """A hit ends below the last token: a prompt of 8 tokens needs its first block only."""
+    world = TieredWorld()
+    world.arrive(8)
+    world.promote(0, rows=2)
+    world.defer(0)
+    world.deliver(0)
+    world.promote(0, row=1)
+    world.defer(0)
+    assert "deferred, but no copy" in _first(world, "LIVE").message
+
+
+def test_live_kv_on_its_way_excuses_a_stall_as_long_as_it_is() -> None:
+    world = TieredWorld()
+    world.arrive(9)
+    world.promote(0, due_ns=1 << 40, latency_ns=(1 << 40) - 6)
+    world.defer(0)
+    for _ in range(2 * GRACE):
+        world.schedule({})
+    assert not world.seen
+    world.books.deferred = ()
+    world.deliver(0, now_ns=1 << 40)
+    for _ in range(GRACE):
+        world.schedule({})
+    assert "nothing was run in" in world.only().message
+
+
+def test_live_blocks_that_a_copy_alone_holds_excuse_a_stall() -> None:
+    world = TieredWorld(blocks=2)
+    world.arrive(4, 2)
+    world.schedule({0: 4})
+    copy = world.store(0)
+    world.complete()
+    world.cancel(0)
+    world.arrive(8)
+    for _ in range(2 * GRACE):
+        world.schedule({})
+    assert not world.seen
+    world.deliver(copy)
+    for _ in range(GRACE):
+        world.schedule({})
+    assert "nothing was run in" in world.only().message
+
+
+def test_live_blocks_that_a_request_holds_too_excuse_nothing() -> None:
+    world = TieredWorld(blocks=2)
+    world.arrive(4, 2)
+    world.schedule({0: 4})
+    world.store(0)
+    world.complete()
+    for _ in range(GRACE):
+        world.schedule({})
+    assert "nothing was run in" in world.only().message
+
+
+def test_promises_pass_over_those_that_wait_for_kv() -> None:
+    for deferred in (True, False):
+        world = TieredWorld(promises=Promises(work_conserving=True))
+        world.arrive(9)
+        if deferred:
+            world.promote(0)
+            world.defer(0)
+        world.schedule({})
+        assert world.seen == ([] if deferred else ["BATCH"])
+
+        world = TieredWorld(promises=Promises(strict_priority=True))
+        world.arrive(4, 9, priority=3)
+        world.step({0: 4})
+        world.schedule(preempt=[0])
+        world.arrive(9, priority=2)
+        world.arrive(9, priority=1)
+        if deferred:
+            world.promote(1)
+            world.defer(1)
+        world.schedule({0: 5})
+        assert world.seen == ([] if deferred else ["PRIORITY"])
+
+        world = TieredWorld(promises=Promises(starvation_bound=2))
+        world.arrive(9)
+        world.arrive(4, 9)
+        world.step({1: 4})
+        if deferred:
+            world.promote(0, due_ns=10_006, latency_ns=10_000 - 15)
+            world.defer(0)
+        for _ in range(2):
+            world.step({1: 1})
+        assert world.seen == ([] if deferred else ["STARVE"])
+
+
+def test_fcfs_deferral_is_no_excuse_to_overtake() -> None:
+    world = TieredWorld(promises=Promises(fcfs=True))
+    world.arrive(9)
+    world.arrive(9)
+    world.promote(0)
+    world.defer(0)
+    world.schedule({1: 9})
+    assert {"FCFS", "PLAN"} == set(world.seen)
+
+
+@pytest.mark.parametrize(
+    ("falsified", "words"),
+    [
+        ({"due_ns": 24}, "is due at 24 ns, but its channel is free at 13 ns and it takes 13 ns"),
+        ({"latency_ns": 8}, "it takes 14 ns: that is 27 ns"),
+        ({"ps_per_byte": 2}, "it takes 11 ns: that is 24 ns"),
+        ({"bytes": 1000}, "is queued as promote of 1 blocks, 1000 bytes"),
+        ({"blocks": 2}, "is queued as promote of 2 blocks, 2000 bytes"),
+        ({"kind": "fetch", "due_ns": 13}, "is queued as fetch of 1 blocks"),
+        ({"transfer": 0}, "transfer 0 is queued, but it is queued already"),
+        ({"transfer": 9}, "transfer 9 is queued, but it is not in flight"),
+    ],
+)
+def test_meter_what_is_queued(falsified: dict[str, Any], words: str) -> None:
+    world = TieredWorld()
+    world.arrive(9)
+    world.promote(0)
+    world.promote(0, row=1)
+    assert not world.seen
+    world = TieredWorld()
+    world.arrive(9)
+    world.promote(0)
+    world.promote(0, row=1, **falsified)
+    assert words in _first(world, "METER").message
+
+
+def test_meter_copies_are_delivered_once_in_order_and_in_time() -> None:
+    def world_of_two() -> TieredWorld:
+        world = TieredWorld()
+        world.arrive(9, 2)
+        world.promote(0)
+        world.promote(0, row=1)
+        return world
+
+    world = world_of_two()
+    world.deliver(0, now_ns=12)
+    assert "transfer 0 (promote) is delivered at 12 ns, but is due at 13 ns" in (
+        _first(world, "METER").message
+    )
+    world = world_of_two()
+    world.deliver(1)
+    assert "delivered before transfer 0, which its channel serves first" in (
+        _first(world, "METER").message
+    )
+    world = world_of_two()
+    world.deliver(0, ended=False)
+    assert "transfer 0 is delivered, but is still in flight" in _first(world, "METER").message
+    world = world_of_two()
+    world.deliver(0)
+    world.deliver(0)
+    assert "transfer 0 is delivered, but was not queued" in _first(world, "METER").message
+    world = world_of_two()
+    world.now_ns = 20
+    world.defer(0)
+    assert "was due at 13 ns, and is not delivered at 20 ns" in _first(world, "METER").message
+    world = world_of_two()
+    world.step({0: 9})
+    assert "was due at 13 ns, and is not delivered at 15 ns" in _first(world, "METER").message
+
+
+def test_meter_no_copy_is_lost() -> None:
+    world = TieredWorld()
+    world.arrive(4, 2)
+    world.schedule({0: 4})
+    world.store(0, queued=False)
+    world.complete()
+    assert "transfer 0 is in flight, but not queued" in _first(world, "METER").message
+
+
+def test_meter_an_aborted_request_waits_no_longer() -> None:
+    world = TieredWorld()
+    world.arrive(9)
+    world.promote(0)
+    world.defer(0)
+    world.cancel(0)
+    world.deliver(0)
+    world.defer()
+    assert (world.books.figures.stalls, world.books.figures.stall_ns) == (1, 0)
+    assert not world.seen

@@ -22,6 +22,7 @@ from kvproof.invariants.prompts import (
 from kvproof.invariants.tags import (
     EVICTED,
     FREED,
+    IN_FLIGHT,
     POISON_NAMES,
     UNWRITTEN,
     extend_sampled,
@@ -300,7 +301,7 @@ def test_a_hundred_thousand_prefixes_have_as_many_tags() -> None:
     tags = _many_prefixes()
     assert len(tags) > 100_000
     assert len(set(tags)) == len(tags)
-    assert not set(tags) & {UNWRITTEN, FREED, EVICTED}
+    assert not set(tags) & set(POISON_NAMES)
     # The same test of numbers of 28 bits finds collisions, from either end of the tag.
     assert len({tag & 0x0FFF_FFFF for tag in tags}) < len(tags)
     assert len({tag >> 36 for tag in tags}) < len(tags)
@@ -310,5 +311,5 @@ def test_a_hundred_thousand_prefixes_have_as_many_tags() -> None:
 
 
 def test_every_poison_has_a_name() -> None:
-    assert set(POISON_NAMES) == {UNWRITTEN, FREED, EVICTED}
-    assert len(set(POISON_NAMES.values())) == 3
+    assert set(POISON_NAMES) == {UNWRITTEN, FREED, EVICTED, IN_FLIGHT}
+    assert len(set(POISON_NAMES.values())) == len(POISON_NAMES)

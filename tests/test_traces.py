@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,21 +24,14 @@ from kvproof.fuzz.replay import replay as replay_case
 from kvproof.fuzz.traces import generate
 from kvproof.fuzz.traces.checked import CheckedTrace, Setting, TraceRun
 from kvproof.fuzz.traces.fewer import with_fewer_requests
-from kvproof.fuzz.traces.figures import (
-    NO_HOST_TIER,
-    Gauge,
-    Level,
-    Percentiles,
-    RequestRecords,
-    Slo,
-    batch_sizes,
-)
+from kvproof.fuzz.traces.figures import NO_HOST_TIER, RequestRecords, Slo, batch_sizes
 from kvproof.fuzz.traces.formats import (
     UNSHARED_SOURCE,
     TraceError,
     TraceRequest,
     read_trace,
 )
+from kvproof.fuzz.traces.gauges import Gauge, Level, Percentiles
 from kvproof.fuzz.traces.observer import SERIES_POINTS, Observer
 from kvproof.fuzz.traces.plot import plot, require_plotting
 from kvproof.fuzz.traces.pool import blocks_in, parse_bytes
@@ -52,9 +46,23 @@ from kvproof.fuzz.traces.replay import IDLE_ITERATIONS, ObservedSubject, Replay
 from kvproof.fuzz.traces.table import comparison_table, result_tables
 from kvproof.invariants.case import load_case
 from kvproof.invariants.errors import InputError
-from kvproof.invariants.operations import Arrive, Operation, Retire, Schedule, Segment
+from kvproof.invariants.events import (
+    BlocksEvicted,
+    BlocksPublished,
+    Event,
+    SlotsEvicted,
+    TransferEnded,
+    TransferStarted,
+)
+from kvproof.invariants.operations import Arrive, Operation, Retire, Schedule, Segment, Wait
 from kvproof.invariants.outcomes import LARGER_THAN_MODEL, LARGER_THAN_POOL, Outcome
-from kvproof.invariants.scheduling.vocabulary import Limits, Promises
+from kvproof.invariants.scheduling.vocabulary import (
+    Deferred,
+    Limits,
+    Promises,
+    TransferDelivered,
+    TransferQueued,
+)
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.scheduling_harness import SchedulingHarness
 
@@ -556,7 +564,7 @@ def test_arrivals_stand_between_launch_and_end_of_the_step_they_fall_into() -> N
 # -- the examples ----------------------------------------------------------------------------
 
 
-def example(name: str, policy: str = "fcfs", **changes: int) -> CheckedTrace:
+def example(name: str, policy: str = "fcfs", **changes: Any) -> CheckedTrace:
     world = {"blocks": generate.EXAMPLE_BLOCKS, "requests": 256, "run_ahead": 1} | changes
     setting = Setting(
         Configuration(**world, block_size=generate.EXAMPLE_BLOCK_SIZE), cache_dtype="fp8"
@@ -612,6 +620,150 @@ def test_turns_of_a_chat_hit_their_prefixes() -> None:
     assert 0.9 * known_tokens < metrics.prefix_cache_hits.tokens <= known_tokens
 
 
+# -- a memory hierarchy ----------------------------------------------------------------------
+
+TIERED = {"host_blocks": 512, "disk_blocks": 4096, "offload": "prefix"}
+
+
+class Recount:
+    """The figures of the tiers, from what happened alone: sets of keys, and when they changed."""
+
+    def __init__(self) -> None:
+        self.findable: dict[str, set[bytes]] = {"device": set(), "host": set(), "disk": set()}
+        self.started: dict[int, TransferStarted] = {}
+        self.queued: dict[int, TransferQueued] = {}
+        self.now_ns = self.area = self.most = self.stalls = self.stall_ns = 0
+        self.deferred = Deferred((), 0)
+        self.moved = dict.fromkeys(("store", "promote", "demote", "fetch"), 0)
+        self.took_ns: dict[str, list[int]] = {"promote": [], "fetch": []}
+        self.evicted = {"device": 0, "host": 0, "disk": 0}
+
+    @property
+    def gained(self) -> int:
+        return len((self.findable["host"] | self.findable["disk"]) - self.findable["device"])
+
+    def pass_until(self, now_ns: int) -> None:
+        self.area += self.gained * (now_ns - self.now_ns)
+        self.most = max(self.most, self.gained if now_ns > self.now_ns else 0)
+        self.now_ns = now_ns
+
+    def follow(self, operation: Operation, events: Sequence[Event], now_ns: int) -> None:
+        """What a retirement does, it does at the end of its step; a plan, before time passes."""
+        if isinstance(operation, Retire):
+            self.pass_until(now_ns)
+        pending: list[Event] = []
+        for event in events:
+            pending.append(event)
+            if isinstance(event, TransferDelivered) and isinstance(operation, Wait):
+                self.pass_until(event.now_ns)
+                self._apply(pending)
+                pending = []
+        self._apply(pending)
+        self.pass_until(now_ns)
+
+    def _apply(self, events: Sequence[Event]) -> None:
+        for event in events:
+            match event:
+                case BlocksPublished():
+                    self.findable["device"].update(event.keys)
+                case BlocksEvicted():
+                    self.findable["device"].difference_update(event.keys)
+                    self.evicted["device"] += len(event.keys)
+                case SlotsEvicted():
+                    self.findable[event.tier].difference_update(event.keys)
+                    self.evicted[event.tier] += len(event.keys)
+                case TransferStarted():
+                    self.started[event.transfer] = event
+                case TransferEnded():
+                    self._end(self.started[event.transfer])
+                case TransferQueued():
+                    self.queued[event.transfer] = event
+                case TransferDelivered():
+                    copy = self.queued[event.transfer]
+                    self.took_ns.get(copy.kind, []).append(event.now_ns - copy.now_ns)
+                case Deferred():
+                    self.stall_ns += len(self.deferred.requests) * (
+                        event.now_ns - self.deferred.now_ns
+                    )
+                    self.stalls += len(event.requests)
+                    self.deferred = event
+
+    def _end(self, transfer: TransferStarted) -> None:
+        tier = {"store": "host", "fetch": "host", "demote": "disk", "promote": "device"}
+        self.findable[tier[transfer.kind]].update(transfer.keys)
+        self.moved[transfer.kind] += len(transfer.keys)
+
+
+def test_figures_of_tiers_are_those_of_a_naive_recount() -> None:
+    configuration = Configuration(
+        blocks=generate.EXAMPLE_BLOCKS,
+        block_size=generate.EXAMPLE_BLOCK_SIZE,
+        run_ahead=1,
+        **TIERED,  # type: ignore[arg-type]
+    )
+    trace = read_trace(DATA / generate.MOONCAKE_NAME)[:60]
+    run = TraceRun(trace, Setting(configuration))
+    harness, recount = run._harness, Recount()
+    perform = run.replay._perform
+
+    def performed(operation: Operation) -> Outcome:
+        outcome = perform(operation)
+        recount.follow(operation, harness.last_events, run._subject.scheduler.clock.now_ns)
+        return outcome
+
+    run.replay._perform = performed
+    checked = run.run()
+    assert (checked.violations, checked.problem, checked.result.finished) == ((), None, 60)
+    tiers = checked.result.tiers
+    gained = tiers.effective_capacity_gained_tokens
+    size = configuration.block_size
+    assert gained.mean == pytest.approx(recount.area / recount.now_ns * size)
+    assert (gained.minimum, gained.maximum) == (0, recount.most * size)
+    assert tiers.effective_capacity_gained_bytes.mean == pytest.approx(gained.mean * 131_072)
+    assert (tiers.stalls, tiers.stall_seconds) == (recount.stalls, recount.stall_ns / NS_PER_S)
+    for kind, blocks in recount.moved.items():
+        moved = tiers.moved[kind]
+        assert moved.bytes == blocks * size * 131_072 > 0, kind
+        assert moved.bytes_per_second == moved.bytes / (recount.now_ns / NS_PER_S)
+        assert moved.bytes_per_busy_second is not None
+        rate = 1e12 / (20 if kind in ("store", "promote") else 200)
+        assert 0.9 * rate < moved.bytes_per_busy_second < rate
+    for took, times in (
+        (tiers.promotion_time, recount.took_ns["promote"]),
+        (tiers.fetch_time, recount.took_ns["fetch"]),
+    ):
+        assert took.copies == len(times) > 0
+        assert took.percentiles is not None
+        assert took.percentiles.p50 == pytest.approx(sorted(times)[len(times) // 2] / 1e9, rel=0.5)
+        assert took.mean == pytest.approx(sum(times) / len(times) / 1e9)
+    assert tiers.evictions == recount.evicted
+    queries = [tiers.hits[tier].queries for tier in ("device", "host", "disk")]
+    hits = [tiers.hits[tier].hits for tier in ("device", "host", "disk")]
+    assert queries[0] == sum((r.prompt_tokens - 1) // size for r in trace)
+    assert queries[1:] == [queries[0] - hits[0], queries[1] - hits[1]]
+    assert hits[0] * size == checked.result.metrics.prefix_cache_hits.tokens
+
+
+def test_suspended_sequences_are_those_that_are_swapped_out() -> None:
+    tiers = example(
+        generate.MOONCAKE_NAME, "fcfs_swap", host_blocks=4096, offload="both"
+    ).result.tiers
+    assert tiers.suspended_sequences.maximum >= 1
+    assert tiers.moved["swap_out"].bytes == tiers.moved["swap_in"].bytes > 0
+    assert tiers.moved["swap_out"].bytes_per_busy_second is None
+
+
+def test_without_tiers_all_of_their_figures_are_0(told: CheckedTrace) -> None:
+    tiers = told.result.tiers
+    assert not tiers.tiered
+    assert tiers.effective_capacity_gained_tokens == Gauge(0, 0, 0)
+    assert (tiers.stalls, tiers.stall_seconds, tiers.transfers_failed) == (0, 0, 0)
+    assert {moved.bytes for moved in tiers.moved.values()} == {0}
+    assert {found.queries for found in tiers.hits.values()} == {0}
+    assert tiers.promotion_time.percentiles is None
+    assert tiers.admissions == 120
+
+
 # -- what is said ----------------------------------------------------------------------------
 
 
@@ -642,7 +794,7 @@ def test_a_record_leaves_nothing_out(told: CheckedTrace, tmp_path: Path) -> None
         max_tokens=300,
     )
     record = benchmark_record(trace, trace_source(path, len(trace)), setting, told)
-    write_records([record], tmp_path / "record.json")
+    write_records({"fcfs": record}, tmp_path / "record.json")
     fields = json.loads((tmp_path / "record.json").read_text())["fcfs"]
     assert tuple(fields) == BenchmarkRecord.__struct_fields__
     assert fields["model_and_revision"] == fields["weight_precision"] == NO_MODEL
@@ -701,6 +853,7 @@ def test_pictures_that_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.Monke
 # -- the command -----------------------------------------------------------------------------
 
 MOONCAKE = str(DATA / generate.MOONCAKE_NAME)
+HOST = ("--host-memory", "1GiB")
 POLICY_OF_MINE = """
 from kvproof.engine.policies import FirstComeFirstServed
 
@@ -745,6 +898,70 @@ def test_policies_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert mine["record"]["batching_policy"]["about"] == "As fcfs."
     assert orca["metrics"]["preemptions"] == 0 < fcfs["metrics"]["preemptions"]
     assert orca["kv_use"]["used_of_held"] < fcfs["kv_use"]["used_of_held"]
+
+
+def test_memory_hierarchies_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ("--blocks", "512", *HOST, "--disk-memory", "8GiB")
+    code, text, _ = command(*arguments, "--record", "record.json", "--json")
+    names = ["fcfs", "fcfs + host", "fcfs + host + disk"]
+    records = json.loads(Path("record.json").read_text())
+    assert list(records) == names
+    assert records["fcfs"]["offloading"].startswith("off")
+    for word in ("prefix, recompute", "512 blocks", "4096 blocks", "16 tokens", "lru on disk"):
+        assert word in records["fcfs + host + disk"]["offloading"]
+
+    fields = json.loads(text)
+    assert (code, fields["verdict"], list(fields["policies"])) == (0, "pass", names)
+    none, host, disk = fields["policies"].values()
+    assert fields["metrics"] == none["metrics"]
+    assert {arm["subject"] for arm in (none, host, disk)} == {"scheduler:fcfs"}
+    gained = [arm["tiers"]["effective_capacity_gained_tokens"] for arm in (none, host, disk)]
+    assert gained[0] == {"mean": 0, "minimum": 0, "maximum": 0}
+    assert 0 < gained[1]["mean"] < gained[2]["mean"]
+    assert gained[1]["maximum"] <= 512 * 16
+    assert [arm["offload"]["meanings"] for arm in (none, host, disk)] == [
+        ["recompute"],
+        ["prefix", "recompute"],
+        ["prefix", "recompute"],
+    ]
+    assert disk["offload"] == {
+        "meanings": ["prefix", "recompute"],
+        "host_bytes": 1 << 30,
+        "disk_bytes": 8 << 30,
+        "evictions": {"device": "lru", "host": "lru", "disk": "lru"},
+    }
+    hits = [arm["metrics"]["prefix_cache_hits"]["tokens"] for arm in (none, host, disk)]
+    assert hits[0] < hits[1] < hits[2]
+
+
+def test_a_table_has_rows_for_tiers_where_they_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("few.jsonl").write_text("".join(Path(MOONCAKE).read_text().splitlines(True)[:30]))
+    with_tiers = CliRunner().invoke(
+        app, ["trace", "few.jsonl", "--blocks", "512", *HOST, "--disk-memory", "8GiB"]
+    )
+    assert with_tiers.exit_code == 0
+    assert "PASS 3 replays over few.jsonl" in with_tiers.stdout
+    rows = ("effective capacity gained", "stalls, request-iterations", "promotion p50", "ps a byte")
+    for words in rows:
+        assert words in with_tiers.stdout
+    without = CliRunner().invoke(app, ["trace", "few.jsonl", "--blocks", "512"])
+    assert without.exit_code == 0
+    for words in rows:
+        assert words not in without.stdout
+
+
+def test_a_policy_that_swaps_shares_the_host(tmp_path: Path) -> None:
+    code, text, _ = command("--blocks", "512", "--policy", "fcfs_swap", *HOST, "--json")
+    fields = json.loads(text)
+    none, host = fields["policies"].values()
+    assert (code, list(fields["policies"])) == (0, ["fcfs_swap", "fcfs_swap + host"])
+    assert host["offload"]["meanings"] == ["prefix", "suspension", "recompute"]
+    assert host["tiers"]["moved"]["swap_out"]["bytes"] > 0
+    assert none["tiers"]["moved"]["swap_out"]["bytes"] == 0 < none["metrics"]["preemptions"]
 
 
 def test_a_violation_of_one_policy_fails_them_all(
@@ -808,6 +1025,12 @@ def test_a_picture_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (("--plot", "absent/use.png"), "its folder does not exist"),
         (("--record", "absent/record.json"), "its folder does not exist"),
         (("--no-chunked-prefill", "--token-budget", "99"), "without chunked prefill an iteration"),
+        (("--disk-memory", "1GiB"), "--disk-memory needs --host-memory"),
+        ((*HOST, "--host-blocks", "9"), "either by --host-memory or by --host-blocks"),
+        (("--host-memory", "0"), "a size must be positive"),
+        (("--host-memory", "1MiB"), "hold no block"),
+        ((*HOST, "--disk-memory", "some"), "not a size: 'some'"),
+        (("--host-memory", "1000TiB"), "are more than the 16,777,216 that kvproof handles"),
     ],
 )
 def test_bad_options_are_one_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvproof.fuzz.verdicts import judge, reachable_goals
 from kvproof.invariants import operations as vocabulary
@@ -35,26 +36,38 @@ from kvproof.invariants.operations import (
     Admit,
     AnyOperation,
     Arrive,
+    Cancel,
+    Complete,
+    Corrupt,
     Decode,
     Evict,
+    Fail,
     Finish,
     Fork,
     Grow,
+    Land,
     Launch,
     Media,
+    Notify,
+    Offload,
     Preempt,
+    Promote,
     Reserve,
     Reset,
+    Restart,
     Resume,
     Retire,
     Run,
     Schedule,
     Segment,
+    Slow,
+    Wait,
+    Withhold,
     kind_of,
 )
 from kvproof.invariants.property import Check
 from kvproof.invariants.scheduling.vocabulary import Limits
-from kvproof.invariants.subject import Configuration, Semantics, Subject
+from kvproof.invariants.subject import Configuration, OffloadMeaning, Semantics, Subject
 from kvproof.invariants.verdict import Verdict, Violation, merge, primary
 from kvproof.stateful_tests.subjects.engine import EngineSubject
 
@@ -62,43 +75,65 @@ INDEX = st.integers(0, 1 << 40)
 COUNT = st.integers(1, 1 << 16)
 SEGMENTS = st.builds(Segment, INDEX, COUNT)
 MEDIA = st.builds(Media, INDEX, INDEX, COUNT)
+PROMPTS = st.lists(SEGMENTS, min_size=1, max_size=3).map(tuple)
+ITEMS = st.lists(MEDIA, max_size=2).map(tuple)
+TIERS = st.sampled_from(("device", "host", "disk"))
+LOWER_TIERS = st.sampled_from(("host", "disk"))
+CAUSES = st.sampled_from(("error", "timeout", "short_write", "disk_full"))
 OPERATIONS: st.SearchStrategy[AnyOperation] = st.one_of(
-    st.builds(
-        Admit,
-        st.lists(SEGMENTS, min_size=1, max_size=3).map(tuple),
-        INDEX,
-        INDEX,
-        st.lists(MEDIA, max_size=2).map(tuple),
-        INDEX,
-    ),
+    st.builds(Admit, PROMPTS, INDEX, INDEX, ITEMS, INDEX, st.booleans()),
     st.builds(Grow, INDEX, COUNT, INDEX),
     st.builds(Decode, st.lists(INDEX, min_size=1, max_size=3).map(tuple), INDEX),
     st.builds(Reserve, INDEX, COUNT),
     st.builds(Fork, INDEX, st.integers(1, 64)),
-    st.builds(Evict, COUNT),
-    st.builds(Preempt, INDEX, st.booleans()),
-    st.builds(Resume, INDEX, INDEX),
+    st.builds(Evict, COUNT, TIERS),
+    st.builds(Preempt, INDEX, st.booleans(), st.booleans()),
+    st.builds(Resume, INDEX, INDEX, st.booleans()),
     st.builds(Launch, INDEX, st.lists(st.tuples(INDEX, COUNT), max_size=3).map(tuple)),
-    st.builds(
-        Arrive, st.lists(SEGMENTS, min_size=1, max_size=2).map(tuple), COUNT, COUNT, INDEX, INDEX
-    ),
+    st.builds(Offload, LOWER_TIERS, INDEX, INDEX),
+    st.builds(Promote, PROMPTS, INDEX, INDEX, ITEMS, st.sampled_from(("device", "host")), INDEX),
+    st.builds(Land, INDEX, COUNT),
+    st.builds(Fail, INDEX, CAUSES),
+    st.builds(Withhold, TIERS, INDEX),
+    st.builds(Corrupt, INDEX, INDEX),
+    st.builds(Restart, INDEX, st.integers(0, 4)),
+    st.builds(Slow, COUNT),
+    st.builds(Arrive, PROMPTS, COUNT, COUNT, INDEX, INDEX),
     st.builds(Run, COUNT),
-    *(st.builds(kind, INDEX) for kind in (Finish, Abort)),
+    *(st.builds(kind, INDEX) for kind in (Finish, Abort, Complete, Cancel, Notify, Wait)),
     *(st.builds(kind) for kind in (Reset, Retire, Schedule)),
 )
+EVICTIONS = st.sampled_from(("lru", "arc"))
+SIZES: dict[str, st.SearchStrategy[Any]] = {
+    "blocks": st.integers(1, 1 << 24),
+    "block_size": st.just(16),
+    "requests": st.integers(1, 1 << 20),
+    "run_ahead": st.integers(1, 8),
+    "prefix_caching": st.booleans(),
+    "kv_bytes_per_token": st.integers(1, 1 << 60),
+    "scheduling": st.builds(Limits, COUNT, COUNT, COUNT, st.booleans()),
+    "device_eviction": EVICTIONS,
+    "host_eviction": EVICTIONS,
+    "disk_eviction": EVICTIONS,
+    "host_unit_tokens": st.sampled_from((0, 16)),
+    "disk_unit_tokens": st.sampled_from((0, 16)),
+}
+UNTIERED = {
+    "host_blocks": st.integers(0, 1 << 24),
+    "offload": st.sampled_from(("none", "suspension")),
+}
+TIERED = {
+    "host_blocks": st.integers(1, 1 << 24),
+    "disk_blocks": st.integers(0, 1 << 24),
+    "offload": st.sampled_from(("prefix", "both")),
+}
 CASES = st.builds(
     Case,
     st.text(),
-    st.builds(
-        Configuration,
-        st.integers(1, 1 << 24),
-        st.integers(1, 4096),
-        st.integers(1, 1 << 20),
-        st.integers(1, 8),
-        st.booleans(),
-        st.integers(1, 1 << 60),
-        st.integers(0, 1 << 24),
-        st.builds(Limits, COUNT, COUNT, COUNT, st.booleans()),
+    st.one_of(
+        st.builds(Configuration, st.integers(1, 1 << 24), st.integers(1, 4096)),
+        st.builds(Configuration, **SIZES, **UNTIERED),
+        st.builds(Configuration, **SIZES, **TIERED),
     ),
     st.lists(OPERATIONS, max_size=5),
     features=st.lists(st.text(), max_size=3).map(tuple),
@@ -227,6 +262,10 @@ def _with(operations: str, more: str = "") -> str:
     return f'{head}"operations": [{operations}]{more}}}'
 
 
+def _in_world(fields: str) -> str:
+    return GOOD.replace('"configuration": {}', f'"configuration": {{{fields}}}')
+
+
 TRUNCATED = dump_case(CASE)[:-8]
 GOOD = _with('{"op": "reset"}')
 REFUSED: dict[str, tuple[str | bytes, str]] = {
@@ -314,11 +353,40 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {
         "f: Expected `int` >= 1 - at `$.operations[0].slots`",
     ),
     "pool without blocks": (
-        GOOD.replace('"configuration": {}', '"configuration": {"blocks": 0}'),
+        _in_world('"blocks": 0'),
         "f: Expected `int` >= 1 - at `$.configuration.blocks`",
     ),
+    "slow by nothing": (
+        _with('{"op": "slow", "factor": 0}'),
+        "f: Expected `int` >= 1 - at `$.operations[0].factor`",
+    ),
+    "restart at no stage": (
+        _with('{"op": "restart", "stage": 5}'),
+        "f: Expected `int` <= 4 - at `$.operations[0].stage`",
+    ),
+    "offload to nowhere": (
+        _with('{"op": "offload", "to": "device"}'),
+        "f: Invalid enum value 'device' - at `$.operations[0].to`",
+    ),
+    "chunks that disagree": (
+        _in_world('"host_unit_tokens": 8'),
+        "f: chunk sizes must agree: host units of 8 tokens, device blocks of 4 - at "
+        "`$.configuration`",
+    ),
+    "prefixes without a host": (
+        _in_world('"offload": "prefix"'),
+        "f: offload 'prefix' needs host_blocks - at `$.configuration`",
+    ),
+    "disk without prefixes": (
+        _in_world('"host_blocks": 1, "disk_blocks": 1'),
+        "f: disk_blocks need prefix offload, not 'suspension' - at `$.configuration`",
+    ),
+    "negative disk": (
+        _in_world('"disk_blocks": -1'),
+        "f: Expected `int` >= 0 - at `$.configuration.disk_blocks`",
+    ),
     "negative swap space": (
-        GOOD.replace('"configuration": {}', '"configuration": {"host_blocks": -1}'),
+        _in_world('"host_blocks": -1'),
         "f: Expected `int` >= 0 - at `$.configuration.host_blocks`",
     ),
 }
@@ -367,6 +435,65 @@ def test_a_bad_file_is_refused_by_its_name(tmp_path: Path) -> None:
     assert str(refusal.value) == f"{path}:9:20: the file ends too early"
 
 
+# -- configurations that are refused --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["blocks", "block_size", "requests", "run_ahead", "kv_bytes_per_token"]
+)
+def test_a_size_below_one_is_refused(name: str) -> None:
+    for size in (0, -1):
+        with pytest.raises(ValueError, match=f"{name} is {size}: at least 1 is needed"):
+            Configuration(**{name: size})
+    assert getattr(Configuration(**{name: 1}), name) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["host_blocks", "disk_blocks", "host_unit_tokens", "disk_unit_tokens"]
+)
+def test_a_negative_size_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is -1: at least 0 is needed"):
+        Configuration(**{name: -1})
+    assert getattr(Configuration(**{name: 0}), name) == 0
+
+
+def test_chunk_sizes_must_agree() -> None:
+    for tier in ("host", "disk"):
+        with pytest.raises(ValueError, match=f"{tier} units of 8 tokens, device blocks of 4"):
+            Configuration(block_size=4, **{f"{tier}_unit_tokens": 8})
+        assert Configuration(block_size=8, **{f"{tier}_unit_tokens": 8}) != Configuration()
+
+
+def test_tiers_must_fit_together() -> None:
+    for offload in ("prefix", "both"):
+        with pytest.raises(ValueError, match=f"offload '{offload}' needs host_blocks"):
+            Configuration(offload=offload)
+        assert Configuration(host_blocks=1, disk_blocks=1, offload=offload).offloads_prefixes
+    for offload in ("none", "suspension"):
+        with pytest.raises(ValueError, match="disk_blocks need prefix offload"):
+            Configuration(host_blocks=1, disk_blocks=1, offload=offload)
+
+
+def test_a_change_that_makes_no_configuration_is_refused() -> None:
+    tiered = Configuration(host_blocks=1, offload="prefix")
+    with pytest.raises(ValueError, match="needs host_blocks"):
+        replace(tiered, host_blocks=0)
+
+
+def test_meanings_say_what_may_become_of_kv() -> None:
+    meanings = {
+        offload: Configuration(host_blocks=1, offload=offload).meanings
+        for offload in get_args(OffloadMeaning)
+    }
+    assert meanings == {
+        "none": ("recompute",),
+        "suspension": ("suspension", "recompute"),
+        "prefix": ("prefix", "recompute"),
+        "both": ("prefix", "suspension", "recompute"),
+    }
+    assert Configuration().meanings == ("recompute",), "there is no host"
+
+
 # -- verdicts --------------------------------------------------------------------------------------
 
 
@@ -390,7 +517,8 @@ def test_the_primary_violation_is_the_one_that_says_most() -> None:
     assert primary([seen["KEY"], own]) is own
 
 
-DONE = {kind: {"done": 1, "refused": 0, "skipped": 0} for kind in KINDS}
+CACHE_KINDS = (*KINDS, *TIER_KINDS)
+DONE = {kind: {"done": 1, "refused": 0, "skipped": 0} for kind in CACHE_KINDS}
 MET = {goal.id: 1 for goal in GOALS}
 
 
@@ -419,7 +547,7 @@ def test_a_search_that_met_everything_passes() -> None:
     assert _judged(failed=True) == ("fail", ())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CACHE_KINDS)
 def test_an_operation_that_never_succeeded_makes_it_unknown(kind: str) -> None:
     for counts in ({}, {"done": 0, "refused": 9, "skipped": 9}):
         reasons = (f"operation {kind} never succeeded",)
@@ -445,7 +573,7 @@ def test_a_checker_that_stumbled_makes_it_unknown() -> None:
 def test_what_a_subject_cannot_do_is_not_demanded() -> None:
     subject = EngineSubject(Configuration())
     assert set(reachable_goals(subject)) == set(GOALS)
-    subject.capabilities = frozenset(KINDS) - {"fork"}
+    subject.capabilities = frozenset(CACHE_KINDS) - {"fork"}
     operations = {kind: counts for kind, counts in DONE.items() if kind != "fork"}
     goals = {goal.id: 1 for goal in GOALS if "fork" not in goal.needs}
     assert len(goals) < len(GOALS)
@@ -453,7 +581,7 @@ def test_what_a_subject_cannot_do_is_not_demanded() -> None:
     subject.semantics = Semantics(
         chunks=False, fences_releases=False, runs_ahead=False, slots=False, swaps=False
     )
-    lacking = {"chunks", "fences", "runs-ahead", "slots", "swaps", "fork"}
+    lacking = {"chunks", "fences", "runs-ahead", "slots", "swaps", "tiers", "fork"}
     assert {goal.id for goal in reachable_goals(subject)} == {
         goal.id for goal in GOALS if not goal.needs & lacking
     }

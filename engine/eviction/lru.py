@@ -10,20 +10,27 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from kvproof.engine.eviction.policy import EvictionPolicy
 
-class LeastRecentlyUsed:
-    """Cached-free blocks in the order of their release."""
+
+class LeastRecentlyUsed(EvictionPolicy):
+    """Evictable blocks in the order of their release."""
 
     __slots__ = ("_blocks",)
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int) -> None:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
-    def insert(self, block: int) -> None:
-        self._blocks[block] = None
+    def insert(self, entry: int, key: bytes, used: bool = True) -> None:
+        self._blocks[entry] = None
 
-    def remove(self, block: int) -> None:
-        del self._blocks[block]
+    def remove(self, entry: int) -> None:
+        del self._blocks[entry]
+
+    evicted = remove
+
+    def forget(self, entry: int) -> None:
+        self._blocks.pop(entry, None)
 
     def victim(self) -> int:
         return next(iter(self._blocks))

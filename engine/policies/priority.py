@@ -30,7 +30,7 @@ class StrictPriority:
     def __init__(self) -> None:
         self._heap: list[tuple[int, int]] = []
         """(priority, id) of all that wait and were never admitted, and of some that have left."""
-        self._latest_arrival = -1
+        self._latest_shown = -1
 
     def plan(self, state: SchedulerState) -> Plan:
         """Decide one iteration."""
@@ -44,14 +44,13 @@ class StrictPriority:
         return draft.plan()
 
     def _note_arrivals(self, waiting: Sequence[RequestState]) -> None:
-        # Newcomers stand at the end; all the others are known, and may be very many.
-        known = self._latest_arrival
+        # Newcomers stand at the end; all the others are known, and may be very many.  Some that
+        # were not shown for a while, since KV was on its way, come as newcomers again.
         for request in reversed(waiting):
-            if request.id <= known:
+            if request.id <= self._latest_shown:
                 break
             heappush(self._heap, (request.priority, request.id))
-        if waiting:
-            self._latest_arrival = max(known, waiting[-1].id)
+        self._latest_shown = waiting[-1].id if waiting else -1
 
     def _admit(self, draft: Draft) -> None:
         preempted = sorted(draft.state.preempted, key=_urgency, reverse=True)
@@ -63,12 +62,19 @@ class StrictPriority:
             if request is None or not draft.run(request):
                 break
             if request is new:
-                admitted.append(heappop(self._heap))
+                admitted.append(self._take())
             else:
                 preempted.pop()
         # Not gone yet: this is only a plan.
         for entry in admitted:
             heappush(self._heap, entry)
+
+    def _take(self) -> tuple[int, int]:
+        """The top of the heap, where it may stand more than once."""
+        top = heappop(self._heap)
+        while self._heap and self._heap[0] == top:
+            heappop(self._heap)
+        return top
 
     def _most_urgent(self, waiting: Sequence[RequestState]) -> RequestState | None:
         """The top of the heap, less those that were admitted or aborted meanwhile."""

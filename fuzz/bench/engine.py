@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from kvproof.fuzz.bench.machine_info import Calibration, MachineInfo, calibrate, machine_info
 from kvproof.fuzz.swarm import Draw, draw_run
-from kvproof.invariants.operations import KINDS, AnyOperation
+from kvproof.invariants.operations import KINDS, TIER_KINDS, AnyOperation
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.harness import Harness
 from kvproof.stateful_tests.subjects.engine import EngineSubject
@@ -50,11 +50,14 @@ def bench_engine(
 ) -> EngineBench:
     """Measure; ``on_round`` hears how many rounds are done."""
     draws = [draw_run(f"bench/{i}", frozenset(KINDS)) for i in range(SMALL_RUNS)]
-    small = [(draw.configuration, draw.operations) for draw in draws]
+    tiered = [draw_run(f"bench/{i}", _TIERED, tiers_share=1) for i in range(SMALL_RUNS)]
+    small, tiers = _runs(draws), _runs(tiered)
     long = _long_run(draws)
     variants: dict[str, Callable[[], float]] = {
         "small pools, checks off": lambda: _time_runs(small, checked=False),
         "small pools, checks on": lambda: _time_runs(small, checked=True),
+        "tiers on, checks on": lambda: _time_runs(tiers, checked=True),
+        "the same, tiers off": lambda: _time_runs(_without_tiers(tiers), checked=True),
         f"{SMALL_POOL:,} blocks, checks on": lambda: _time_pool(SMALL_POOL, long),
         f"{LARGE_POOL:,} blocks, checks on": lambda: _time_pool(LARGE_POOL, long),
     }
@@ -64,15 +67,38 @@ def bench_engine(
         for name, measure in variants.items():
             best[name] = min(best[name], measure())
         on_round(done + 1)
-    ops = {name: len(long) if "blocks" in name else _total(small) for name in variants}
+    counts = {"blocks": len(long), "small": _total(small), "tiers": _total(tiers)}
+    ops = {name: next(counts[word] for word in counts if word in name) for name in variants}
     results = [Measurement(name, ops[name], seconds) for name, seconds in best.items()]
-    off, on, small_pool, large_pool = (best[name] for name in variants)
+    off, on, with_tiers, without, small_pool, large_pool = (best[name] for name in variants)
     return EngineBench(
-        ratios={"checked_over_unchecked": on / off, "blocks_1m_over_1k": large_pool / small_pool},
+        ratios={
+            "checked_over_unchecked": on / off,
+            # Of operations a second: they are the same ones, and most of those for a tier are
+            # refused where there is none.
+            "untiered_over_tiered": with_tiers / without,
+            "blocks_1m_over_1k": large_pool / small_pool,
+        },
         calibration=calibration,
         machine=machine_info(),
         results=results,
     )
+
+
+_TIERED = frozenset((*KINDS, *TIER_KINDS, "tiers"))
+
+
+def _runs(draws: Sequence[Draw]) -> list[tuple[Configuration, list[AnyOperation]]]:
+    return [(draw.configuration, draw.operations) for draw in draws]
+
+
+def _without_tiers(
+    runs: Sequence[tuple[Configuration, list[AnyOperation]]],
+) -> list[tuple[Configuration, list[AnyOperation]]]:
+    return [
+        (replace(configuration, host_blocks=0, disk_blocks=0, offload="none"), operations)
+        for configuration, operations in runs
+    ]
 
 
 def _total(runs: Sequence[tuple[Configuration, list[AnyOperation]]]) -> int:

@@ -121,6 +121,7 @@ def _fields(report: Report, goals: tuple[Goal, ...]) -> dict[str, object]:
             "machine": {"ops": report.machine.ops, "seconds": round(report.machine.seconds, 3)},
         },
         "operations": total.operations,
+        "meanings": total.meanings,
         "violations": violations,
         "goals": [{"id": g.id, "hits": total.goals.get(g.id, 0), "rare": g.rare} for g in goals],
         "invariants": [{"id": name, "checked": n} for name, n in total.checked.items()],
@@ -131,6 +132,10 @@ def _show(report: Report, goals: tuple[Goal, ...]) -> None:
     total = report.total
     rows = [(kind, c["done"], c["refused"], c["skipped"]) for kind, c in total.operations.items()]
     table("Operations", ("kind", "done", "refused", "skipped"), rows)
+    meanings = [f"{name} {runs:,}" for name, runs in sorted(total.meanings.items())]
+    console.print(
+        f"[bold]Runs by what KV without room became[/]  {'  '.join(meanings)}", markup=True
+    )
     if report.finding is None:  # a run that ended early at a violation has missed a lot
         _show_goals(report, goals)
     missing = " (not promised)" if report.verdict == "pass" else ""

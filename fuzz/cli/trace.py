@@ -10,6 +10,7 @@ from typing import Annotated
 
 import msgspec
 import typer
+from msgspec.structs import replace
 
 from kvproof.engine.policies import POLICY_NAMES
 from kvproof.fuzz.cli.output import (
@@ -28,7 +29,7 @@ from kvproof.fuzz.cli.output import (
 )
 from kvproof.fuzz.replay import replay
 from kvproof.fuzz.shrink import shrink
-from kvproof.fuzz.traces.checked import CheckedTrace, Setting, TraceRun
+from kvproof.fuzz.traces.checked import CheckedTrace, Setting, TraceRun, arm_name
 from kvproof.fuzz.traces.fewer import with_fewer_requests
 from kvproof.fuzz.traces.figures import Slo, TraceResult
 from kvproof.fuzz.traces.formats import TraceRequest, read_trace
@@ -93,6 +94,21 @@ def trace(
             rich_help_panel=_POOL,
         ),
     ] = 0,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare with host memory of that size, such as 128GiB, to which completed "
+            "blocks are copied.",
+            rich_help_panel=_POOL,
+        ),
+    ] = None,
+    disk_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="… and with a disk of that size below it.",
+            rich_help_panel=_POOL,
+        ),
+    ] = None,
     token_budget: Annotated[
         int,
         typer.Option(
@@ -196,16 +212,19 @@ def trace(
     setting = Setting(
         configuration, max_tokens or 0, Slo(slo_ttft, slo_tpot), cache_dtype=cache_dtype
     )
-    names = list(dict.fromkeys(policy or ["fcfs"]))
-    for name in names:
-        policy_factory(name)  # now: what is no policy is said before anything is done
-    reports = _run(names, requests, setting, file, out)
+    arms = _arms(configuration, host_memory, disk_memory)
+    runs = [
+        TraceRun(requests, _over(setting, name, tiers), name, arm)
+        for name in dict.fromkeys(policy or ["fcfs"])
+        for arm, tiers in arms.items()
+    ]
+    reports = _run(runs, file, out)
     verdict = merge(*[report.verdict for report in reports])
     if plot_file is not None:
         series = {report.name: report.checked.series for report in reports}
         plot(series, f"{file.name}, {usable:,} blocks of {block_size} tokens", plot_file)
     if record is not None:
-        write_records([report.record for report in reports], record)
+        write_records({report.name: report.record for report in reports}, record)
     if as_json:
         print_json(_fields(reports, verdict))
     else:
@@ -262,6 +281,48 @@ def _check_limits(configuration: Configuration) -> None:
         )
 
 
+class _Tiers(msgspec.Struct, frozen=True):
+    """Memory below the device."""
+
+    host_blocks: int = 0
+    disk_blocks: int = 0
+
+
+def _arms(
+    configuration: Configuration, host_memory: str | None, disk_memory: str | None
+) -> dict[str, _Tiers | None]:
+    """What is compared: memory below the device, by what it is called; or nothing of the kind."""
+    if host_memory is None:
+        if disk_memory is not None:
+            raise InputError("--disk-memory needs --host-memory: blocks reach the disk from there")
+        return {"": None}
+    if configuration.host_blocks:
+        raise InputError("give the host's memory either by --host-memory or by --host-blocks")
+    host = _blocks_of(configuration, host_memory)
+    arms: dict[str, _Tiers | None] = {"": _Tiers(), "host": _Tiers(host)}
+    if disk_memory is not None:
+        arms["host + disk"] = _Tiers(host, _blocks_of(configuration, disk_memory))
+    return arms
+
+
+def _blocks_of(configuration: Configuration, memory: str) -> int:
+    return _blocks(None, memory, configuration.kv_bytes_per_token, configuration.block_size)
+
+
+def _over(setting: Setting, policy: str, tiers: _Tiers | None) -> Setting:
+    """The setting with these tiers.  What is no policy is said now, before anything is done."""
+    swaps = getattr(policy_factory(policy), "swaps", False)
+    if tiers is None or not tiers.host_blocks:
+        return setting
+    configuration = replace(
+        setting.configuration,
+        host_blocks=tiers.host_blocks,
+        disk_blocks=tiers.disk_blocks,
+        offload="both" if swaps else "prefix",
+    )
+    return replace(setting, configuration=configuration)
+
+
 # -- what is done ----------------------------------------------------------------------------
 
 
@@ -275,15 +336,16 @@ class _Told(msgspec.Struct, frozen=True):
 
 
 class _Report(msgspec.Struct, frozen=True):
-    """All there is to say about one policy."""
+    """All there is to say about one replay."""
 
     checked: CheckedTrace
+    configuration: Configuration
     record: BenchmarkRecord
     told: _Told | None
 
     @property
     def name(self) -> str:
-        return self.checked.policy
+        return self.checked.name
 
     @property
     def verdict(self) -> Verdict:
@@ -300,23 +362,19 @@ class _Report(msgspec.Struct, frozen=True):
         return reasons
 
 
-def _run(
-    names: Sequence[str],
-    requests: Sequence[TraceRequest],
-    setting: Setting,
-    file: Path,
-    out: Path,
-) -> list[_Report]:
-    """One policy after the other: the books of one replay are large enough."""
+def _run(runs: list[TraceRun], file: Path, out: Path) -> list[_Report]:
+    """One after the other, forgetting each: the books of one replay are large enough."""
     reports: list[_Report] = []
+    requests = runs[0].trace
     source = trace_source(file, len(requests))
-    with progress_bar(f"replaying {file.name}", len(requests) * len(names)) as bar:
-        for name in names:
-            run = TraceRun(requests, setting, name)
+    with progress_bar(f"replaying {file.name}", len(requests) * len(runs)) as bar:
+        while runs:
+            run = runs.pop(0)
             with _watch(run, bar, len(requests) * len(reports)):
                 checked = run.run()
-            record = benchmark_record(requests, source, setting, checked)
-            reports.append(_Report(checked, record, _tell(run, checked, out)))
+            record = benchmark_record(requests, source, run.setting, checked)
+            told = _tell(run, checked, out)
+            reports.append(_Report(checked, run.setting.configuration, record, told))
     return reports
 
 
@@ -327,7 +385,7 @@ def _watch(run: TraceRun, bar: Bar, before: int) -> Iterator[None]:
 
     def look() -> None:
         while not done.wait(0.5):
-            text = f"{run.policy}: {run.finished:,} requests finished"
+            text = f"{arm_name(run.policy, run.arm)}: {run.finished:,} requests finished"
             bar.update(before + run.finished, text)
 
     thread = threading.Thread(target=look, daemon=True)
@@ -388,7 +446,7 @@ def _policy_fields(report: _Report) -> dict[str, object]:
     return {
         "verdict": report.verdict,
         "reasons": report.reasons,
-        "subject": f"scheduler:{report.name}",
+        "subject": f"scheduler:{report.checked.policy}",
         "ops": checked.ops,
         "seconds": round(checked.seconds, 3),
         "ops_per_second": round(checked.ops / checked.seconds) if checked.seconds else 0,
@@ -397,7 +455,23 @@ def _policy_fields(report: _Report) -> dict[str, object]:
         "goals": [{"id": name, "hits": n, "rare": True} for name, n in checked.goals.items()],
         "invariants": [{"id": name, "checked": n} for name, n in checked.checked.items()],
         **figures,
+        "offload": _offload(report.configuration),
         "record": msgspec.to_builtins(report.record),
+    }
+
+
+def _offload(configuration: Configuration) -> dict[str, object]:
+    """What memory there is below the device, and what for."""
+    block_bytes = configuration.block_size * configuration.kv_bytes_per_token
+    return {
+        "meanings": configuration.meanings,
+        "host_bytes": configuration.host_blocks * block_bytes,
+        "disk_bytes": configuration.disk_blocks * block_bytes,
+        "evictions": {
+            "device": configuration.device_eviction,
+            "host": configuration.host_eviction,
+            "disk": configuration.disk_eviction,
+        },
     }
 
 
@@ -412,7 +486,8 @@ def _show(reports: Sequence[_Report], verdict: Verdict, written: Sequence[Path])
     if len(reports) == 1:
         console.print(result_tables(reports[0].checked.result))
     console.print(comparison_table({report.name: report.checked.result for report in reports}))
-    _show_cost(reports[0].checked.result)
+    tiered = any(report.checked.result.tiers.tiered for report in reports)
+    _show_cost(reports[0].checked.result, tiered=tiered)
     for report in reports:
         for reason, count in report.checked.result.rejections.items():
             console.print(f"{report.name}: {count} requests were refused: {reason}", markup=False)
@@ -429,10 +504,12 @@ def _show(reports: Sequence[_Report], verdict: Verdict, written: Sequence[Path])
     for report in reports:
         _show_report(report)
     if len(reports) > 1:
-        show_verdict(verdict, f"{len(reports)} policies over {reports[0].record.trace.file}")
+        arms = any(report.checked.arm for report in reports)
+        what = "replays" if arms else "policies"
+        show_verdict(verdict, f"{len(reports)} {what} over {reports[0].record.trace.file}")
 
 
-def _show_cost(result: TraceResult) -> None:
+def _show_cost(result: TraceResult, *, tiered: bool) -> None:
     cost = result.cost
     console.print(
         f"Times are virtual, by an assumed cost model: a step takes {cost.step_ns / 1e6:g} ms, and "
@@ -440,6 +517,14 @@ def _show_cost(result: TraceResult) -> None:
         f"µs per decoding sequence, {cost.kv_token_read_ns} ns per cached token read. Cached "
         "tokens count shared blocks once per request, slots in use once."
     )
+    if tiered:
+        console.print(
+            f"A copy takes {cost.host_latency_ns / 1e3:g} µs and {cost.host_ps_per_byte} ps a byte "
+            f"to or from the host, {cost.disk_latency_ns / 1e3:g} µs and {cost.disk_ps_per_byte} "
+            "ps a byte to or from the disk, an assumption as well. Capacity gained: tokens "
+            "findable below the device and not on it. A stall: a waiting request is held back in "
+            "one iteration, for KV on its way."
+        )
 
 
 def _show_report(report: _Report) -> None:

@@ -11,10 +11,10 @@ from kvproof.invariants.errors import InputError
 
 
 def cache_faults() -> tuple[Fault, ...]:
-    """Those of the paged cache, in their order."""
-    from kvproof.fuzz.faults import catalogue
+    """Those of the paged cache and of what is below it, in their order."""
+    from kvproof.fuzz.faults import catalogue, tiers
 
-    return catalogue.FAULTS
+    return (*catalogue.FAULTS, *tiers.FAULTS)
 
 
 def scheduler_faults() -> tuple[Fault, ...]:

@@ -20,12 +20,14 @@ from kvproof.engine import engine as engine_module
 from kvproof.engine import request as request_module
 from kvproof.engine.engine import Engine
 from kvproof.engine.eviction.lru import LeastRecentlyUsed
-from kvproof.engine.host import HostPool
 from kvproof.engine.keys import block_key
 from kvproof.engine.pool import BlockPool
 from kvproof.engine.request import Request
+from kvproof.engine.tiers.hierarchy import Hierarchy
+from kvproof.engine.tiers.pool import TierPool
+from kvproof.engine.tiers.transfer import Transfer
 from kvproof.fuzz.faults.fault import Fault, Replacement, enter
-from kvproof.invariants.events import BlocksEvicted, BlocksPublished, BlocksSwappedIn, StepItem
+from kvproof.invariants.events import BlocksEvicted, BlocksPublished, StepItem
 from kvproof.invariants.operations import Media
 from kvproof.invariants.outcomes import NO_FREE_BLOCKS, TOO_MANY_REQUESTS, Outcome
 
@@ -75,10 +77,10 @@ def counter_drifts(original: Replacement, self: BlockPool, blocks: Sequence[int]
 
 @_fault(Engine, "_place", property="ATOM", source="B01, sgl-project/sglang#16067", shortest=4)
 def refused_admission_keeps_its_hits(
-    original: Replacement, self: Engine, request: Request, slots: int
+    original: Replacement, self: Engine, request: Request, slots: int, wait: bool = False
 ) -> str | None:
     """An admission that does not fit has referenced its prefix hits and does not undo it."""
-    refusal: str | None = original(self, request, slots)
+    refusal: str | None = original(self, request, slots, wait)
     if refusal == NO_FREE_BLOCKS:
         for pool, match in zip(self.pools, self._lookup(request), strict=True):
             pool.share(match)
@@ -333,10 +335,12 @@ def key_ignores_last_token(
     source="B64, taco-project/FlexKV#195",
     shortest=4,
 )
-def evicts_the_hottest(original: Replacement, self: LeastRecentlyUsed, block: int) -> None:
+def evicts_the_hottest(
+    original: Replacement, self: LeastRecentlyUsed, entry: int, key: bytes, used: bool = True
+) -> None:
     """The block that was used last is evicted first."""
-    original(self, block)
-    self._blocks.move_to_end(block, last=False)
+    original(self, entry, key, used)
+    self._blocks.move_to_end(entry, last=False)
 
 
 @_fault(Engine, "_release_tables", property="ORDER", source="B57, LMCache/LMCache#4867", shortest=2)
@@ -385,10 +389,10 @@ def computed_survives_preemption(original: Replacement, self: Engine, request: R
 
 @_fault(Engine, "resume", property="RESUME", source="B68, GeeeekExplorer/nano-vllm#211", shortest=5)
 def resume_counts_before_the_hit(
-    original: Replacement, self: Engine, request: Request, slots: int = 0
+    original: Replacement, self: Engine, request: Request, slots: int = 0, late: bool = False
 ) -> Outcome:
     """Tokens to compute are counted before the request finds its own old blocks as a hit."""
-    outcome: Outcome = original(self, request, slots)
+    outcome: Outcome = original(self, request, slots, late)
     if outcome.status == "done":
         request.computed = request.scheduled = 0
     return outcome
@@ -431,20 +435,21 @@ def fence_never_opens(original: Replacement, self: Engine) -> Outcome | None:
 
 
 @_fault(
-    Engine,
-    "_swap_in",
-    property="PROV",
+    Hierarchy,
+    "swap_in",
+    property="XFER",
     source="B70, LMCache/LMCache#2327",
     shortest=5,
+    also=("PROV",),
 )
 def swap_in_forgets_last_block(
-    original: Replacement, self: Engine, pool: BlockPool, request: Request
-) -> None:
+    original: Replacement, self: Hierarchy, request: Request
+) -> list[Transfer]:
     """A resumed request counts all it had as restored, but its last block is not copied back."""
-    original(self, pool, request)
-    event = self.events[-1]
-    assert isinstance(event, BlocksSwappedIn)
-    self.events[-1] = replace(event, host_blocks=event.host_blocks[:-1], blocks=event.blocks[:-1])
+    if len(request.host_tables[0]) > 1:
+        request.host_tables = [slots[:-1] for slots in request.host_tables]
+    transfers: list[Transfer] = original(self, request)
+    return transfers
 
 
 @_fault(
@@ -455,19 +460,22 @@ def swap_in_forgets_last_block(
     shortest=3,
     also=("CAP",),
 )
-def swap_out_does_not_wait(original: Replacement, self: Engine, request: Request) -> Outcome:
+def swap_out_does_not_wait(
+    original: Replacement, self: Engine, request: Request, late: bool = False
+) -> Outcome:
     """A request is swapped out and its blocks are freed while a step in flight still uses them."""
     in_flight, request.steps_in_flight = request.steps_in_flight, 0
-    outcome: Outcome = original(self, request)
+    outcome: Outcome = original(self, request, late)
     if outcome.status == "refused":
         request.steps_in_flight = in_flight
     return outcome
 
 
-@_fault(HostPool, "release", property="CONS", source="B15, LMCache/LMCache#993", shortest=5)
-def host_block_freed_twice(original: Replacement, self: HostPool, blocks: list[int]) -> None:
+@_fault(TierPool, "disown", property="CONS", source="B15, LMCache/LMCache#993", shortest=5)
+def host_block_freed_twice(original: Replacement, self: TierPool, slots: Sequence[int]) -> None:
     """The last host block that a request gives back is freed once more."""
-    original(self, [*blocks, *blocks[-1:]])
+    original(self, slots)
+    self._free += slots[-1:]
 
 
 @_fault(
@@ -476,6 +484,7 @@ def host_block_freed_twice(original: Replacement, self: HostPool, blocks: list[i
     property="QUIES",
     source="B105, openvinotoolkit/model_server#4428",
     shortest=5,
+    also=("CONS", "CRASH", "XFER"),
 )
 def aborted_swap_keeps_host_blocks(original: Replacement, self: Engine, request: Request) -> None:
     """A swapped request that is aborted is forgotten together with its host blocks."""
@@ -601,10 +610,10 @@ def lookups_counted_when_refused(
 
 @_fault(Engine, "resume", property="MET", source="B159, vllm-project/vllm#25780", shortest=5)
 def hits_counted_again_on_resume(
-    original: Replacement, self: Engine, request: Request, slots: int = 0
+    original: Replacement, self: Engine, request: Request, slots: int = 0, late: bool = False
 ) -> Outcome:
     """A resumed request's own old blocks count as prefix hits."""
-    outcome: Outcome = original(self, request, slots)
+    outcome: Outcome = original(self, request, slots, late)
     self.counters.prefix_cache_hits += outcome.cached_tokens
     return outcome
 

@@ -1,5 +1,5 @@
 """The seeded faults of the scheduler: plans, admission, preemption, order, liveness, figures
-(classes 7, 12, 13 and 14 of the catalogue, and two rows of others that are about its queues).
+(classes 7, 8, 12, 13 and 14 of the catalogue, and two rows of others that are about its queues).
 
 As in :mod:`kvproof.fuzz.faults.catalogue`.  Each is driven with the policy under which it shows;
 in some it is the policy that is replaced, since half of a scheduler's mistakes are a policy's.
@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from kvproof.engine import scheduler_state
 from kvproof.engine.engine import Engine
 from kvproof.engine.job import Job
+from kvproof.engine.offloading import Offloader
 from kvproof.engine.policies import fcfs as fcfs_module
 from kvproof.engine.policies.fcfs import FirstComeFirstServed
 from kvproof.engine.policies.guaranteed_no_evict import GuaranteedNoEvict
@@ -167,6 +168,58 @@ def swaps_out_to_a_full_host(original: Replacement, self: Draft, request: Reques
     """Whether the host has room for what is swapped out is not asked."""
     self._free_host_blocks = self.state.total_blocks * 2
     return bool(original(self, request))
+
+
+# -- 8. KV on its way ------------------------------------------------------------------------------
+
+
+@_fault(
+    "fcfs",
+    Offloader,
+    "deliver",
+    property="METER",
+    source="B83, sgl-project/sglang#32267",
+    shortest=2,
+)
+def one_completion_a_poll(original: Replacement, self: Offloader) -> None:
+    """Each look for completed copies finds one of them; the others seem not to have come."""
+    later = sorted(self._in_flight)[1:]
+    self._in_flight = sorted(self._in_flight)[:1]
+    original(self)
+    self._in_flight = sorted([*self._in_flight, *later])
+
+
+@_fault(
+    "fcfs",
+    Offloader,
+    "_defer",
+    property="LIVE",
+    source="B95, vllm-project/vllm#32255",
+    shortest=4,
+    also=("BATCH",),
+)
+def waits_for_kv_that_has_come(
+    original: Replacement, self: Offloader, requests: tuple[int, ...]
+) -> None:
+    """Who waits for KV goes on waiting: for a completion that was there before."""
+    jobs = self._scheduler.jobs
+    waiting = [n for n in self.deferred if n in jobs and jobs[n].state == "waiting"]
+    original(self, requests or tuple(waiting))
+
+
+@_fault(
+    "fcfs",
+    Offloader,
+    "_queue",
+    property="METER",
+    source="B158, vllm-project/vllm#43736",
+    shortest=4,
+)
+def promotions_counted_when_started(original: Replacement, self: Offloader, number: int) -> None:
+    """A promotion is counted when it is decided on, and not only when it has arrived."""
+    kind = self._hierarchy.transfers[number].kind
+    original(self, number)
+    self.channels[kind].count += kind in ("fetch", "promote")
 
 
 # -- ends, and the queues ------------------------------------------------------------------------

@@ -53,6 +53,8 @@ class CheckedTrace(Struct, frozen=True):
     """What the replay under one policy showed."""
 
     policy: str
+    arm: str
+    """What memory there is below the device, in a word or two; empty if that is not compared."""
     about: str
     """The policy, in one line of its author's."""
     promises: Promises
@@ -70,17 +72,27 @@ class CheckedTrace(Struct, frozen=True):
     problem: str | None
     """Why the verdict is unknown: a checker stumbled."""
 
+    @property
+    def name(self) -> str:
+        """What tells it from the others that it is compared with."""
+        return arm_name(self.policy, self.arm)
+
 
 class TraceRun:
     """One checked replay under one policy; ``finished`` tells how far it is."""
 
     def __init__(
-        self, trace: Sequence[TraceRequest], setting: Setting, policy: str = "fcfs"
+        self,
+        trace: Sequence[TraceRequest],
+        setting: Setting,
+        policy: str = "fcfs",
+        arm: str = "",
     ) -> None:
         """Raises InputError if there is no such policy."""
         self.trace = trace
         self.setting = setting
         self.policy = policy
+        self.arm = arm
         self._factory = policy_factory(policy)
         self._subject = self._fresh_subject()
         self._harness = SchedulingHarness(self._subject)
@@ -124,6 +136,7 @@ class TraceRun:
         seconds = time.perf_counter() - started
         return CheckedTrace(
             policy=self.policy,
+            arm=self.arm,
             about=_first_line(self._factory),
             promises=self._subject.promises,
             result=self.result(),
@@ -155,6 +168,7 @@ class TraceRun:
             goodput=observer.records.goodput(setting.slo, virtual_seconds),
             throughput=observer.records.throughput(virtual_seconds),
             kv_use=observer.kv_use(),
+            tiers=observer.tier_figures(),
             attention_mode="full",
             cache_dtype=setting.cache_dtype,
             cost=setting.cost,
@@ -181,6 +195,11 @@ class TraceRun:
             operations,  # type: ignore[arg-type]
             violates=self._harness.violations[0].property,
         )
+
+
+def arm_name(policy: str, arm: str) -> str:
+    """How a policy's replay over one memory hierarchy is called."""
+    return f"{policy} + {arm}" if arm else policy
 
 
 def _first_line(policy: Callable[[], object]) -> str:

@@ -44,6 +44,6 @@ def _violating(run: TraceRun, trace: Sequence[TraceRequest], wanted: str) -> Che
     """The replay of ``trace`` instead, if it violates that property."""
     if not trace:
         return None
-    checked = TraceRun(trace, run.setting, run.policy).run()
+    checked = TraceRun(trace, run.setting, run.policy, run.arm).run()
     violated = checked.violations[0].property if checked.violations else None
     return checked if violated == wanted else None

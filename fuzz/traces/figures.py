@@ -10,7 +10,8 @@ Where systems define a figure differently, this is what is meant (survey section
 * ``admissions`` and ``prefix_cache_hits`` are about first admissions, resumptions stand beside
   them; hits are tokens, and so are their queries;
 * ``evictions`` are blocks whose content became unfindable, never requests;
-* offloaded bytes and promotions (in blocks) are those of swapped requests;
+* offloaded bytes and promotions (in blocks) are those of swapped requests, and of completed blocks
+  where these are copied to lower tiers;
 * *reserved* slots are held by a running request and will be used by it, but are not yet;
   *fragmentation* is held and never used, since the request ends before.
 """
@@ -24,34 +25,12 @@ import numpy as np
 from msgspec import Struct
 
 from kvproof.engine.clock import NS_PER_S, CostModel
+from kvproof.fuzz.traces.gauges import Gauge, Percentiles, percentiles, rate
+from kvproof.fuzz.traces.tiers import TierFigures
 
 NO_HOST_TIER = "not applicable: no host tier"
 SERIES_POINTS = 50
 """Points at most in a series over the iterations."""
-
-
-class Gauge(Struct, frozen=True):
-    """A level over virtual time."""
-
-    mean: float
-    minimum: float
-    maximum: float
-
-    def times(self, factor: float) -> Gauge:
-        """The same level in another unit: ``factor`` of it make one of this."""
-        return Gauge(self.mean * factor, self.minimum * factor, self.maximum * factor)
-
-    def below(self, total: int) -> Gauge:
-        """What is left of ``total``."""
-        return Gauge(total - self.mean, total - self.maximum, total - self.minimum)
-
-
-class Percentiles(Struct, frozen=True):
-    """Percentiles over requests; numpy's linear interpolation."""
-
-    p50: float
-    p90: float
-    p99: float
 
 
 class PrefixCacheHits(Struct, frozen=True):
@@ -160,40 +139,11 @@ class TraceResult(Struct, frozen=True):
     goodput: Goodput
     throughput: Throughput
     kv_use: KvUse
+    tiers: TierFigures
     attention_mode: str
     cache_dtype: str
     cost: CostModel
     """The assumption behind all times."""
-
-
-class Level:
-    """Collects a gauge: remembers since when the present value holds."""
-
-    __slots__ = ("area", "maximum", "minimum", "since_ns", "value")
-
-    def __init__(self, value: int = 0) -> None:
-        self.value = self.minimum = self.maximum = value
-        self.since_ns = 0
-        self.area = 0
-
-    def set(self, value: int, now_ns: int) -> None:
-        """From ``now_ns`` on the level is ``value``."""
-        self.area += self.value * (now_ns - self.since_ns)
-        self.since_ns = now_ns
-        self.value = value
-        if value > self.maximum:
-            self.maximum = value
-        elif value < self.minimum:
-            self.minimum = value
-
-    def gauge(self, end_ns: int) -> Gauge:
-        """Mean and extremes from 0 to ``end_ns``."""
-        mean = self.area_until(end_ns) / end_ns if end_ns else float(self.value)
-        return Gauge(mean, self.minimum, self.maximum)
-
-    def area_until(self, end_ns: int) -> int:
-        """The level summed up over the nanoseconds from 0 to ``end_ns``."""
-        return self.area + self.value * (end_ns - self.since_ns)
 
 
 class RequestRecords:
@@ -239,7 +189,7 @@ class RequestRecords:
         counts = ("input_tokens", "cached_tokens", "allocated_blocks", "preemptions")
         columns = {name: values[name] for name in counts}
         columns |= {name: time / NS_PER_S for name, time in times_ns.items()}
-        return {name: _percentiles(column) for name, column in columns.items() if column.size}
+        return {name: percentiles(column) for name, column in columns.items() if column.size}
 
     def goodput(self, slo: Slo, virtual_seconds: float) -> Goodput:
         """How many finished requests met ``slo``, and how many that is per second."""
@@ -250,30 +200,22 @@ class RequestRecords:
         good = (ttft_ns <= slo.ttft * NS_PER_S) & (decode_ns <= most_ns)
         met = int(np.count_nonzero(good))
         requests = len(self.arrival_ns)
-        return Goodput(slo, met, _rate(met, virtual_seconds), met / requests if requests else 0.0)
+        return Goodput(slo, met, rate(met, virtual_seconds), met / requests if requests else 0.0)
 
     def throughput(self, virtual_seconds: float) -> Throughput:
         """What the finished requests amount to, per second."""
         values = self._finished()
         output = int(values["output_tokens"].sum())
         return Throughput(
-            _rate(values["finished_ns"].size, virtual_seconds),
-            _rate(output, virtual_seconds),
-            _rate(output + int(values["input_tokens"].sum()), virtual_seconds),
+            rate(values["finished_ns"].size, virtual_seconds),
+            rate(output, virtual_seconds),
+            rate(output + int(values["input_tokens"].sum()), virtual_seconds),
         )
 
     def _finished(self) -> dict[str, np.ndarray]:
         """All columns, of the finished requests only."""
         finished = np.asarray(self.finished_ns) >= 0
         return {name: np.asarray(column)[finished] for name, column in vars(self).items()}
-
-
-def _rate(count: int, virtual_seconds: float) -> float:
-    return count / virtual_seconds if virtual_seconds else 0.0
-
-
-def _percentiles(column: np.ndarray) -> Percentiles:
-    return Percentiles(*(float(value) for value in np.percentile(column, (50, 90, 99))))
 
 
 def batch_sizes(sequences: Sequence[int], tokens: Sequence[int]) -> BatchSizes:

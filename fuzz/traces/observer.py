@@ -19,13 +19,14 @@ from kvproof.engine.scheduler import Scheduler
 from kvproof.fuzz.traces.figures import (
     NO_HOST_TIER,
     KvUse,
-    Level,
     PrefixCacheHits,
     RequestRecords,
     SchedulerFigures,
     batch_sizes,
 )
 from kvproof.fuzz.traces.formats import TraceRequest
+from kvproof.fuzz.traces.gauges import Level
+from kvproof.fuzz.traces.tiers import TierFigures, TierObserver
 from kvproof.invariants.scheduling.vocabulary import Scheduled, SchedulerEvent
 
 FEW_REQUESTS = 32
@@ -73,6 +74,8 @@ class Observer:
         self._block_size = scheduler.configuration.block_size
         self._total_blocks = sum([pool.usable for pool in self._engine.pools])
         self._free = Level(self._total_blocks)
+        self._tiers = TierObserver(scheduler)
+        self._tiered = scheduler.configuration.host_blocks > 0
 
     # -- what happens --------------------------------------------------------------------------
 
@@ -84,6 +87,8 @@ class Observer:
         """An event of the scheduler."""
         if event.__class__ is Scheduled:
             self._scheduled(event)
+        elif self._tiered:
+            self._tiers.hear(event)
 
     def _scheduled(self, event: Scheduled) -> None:
         if event.swapped:
@@ -128,6 +133,8 @@ class Observer:
         self._active.set(len(self._engine.running), now_ns)
         self._queued.set(len(scheduler.waiting) + len(scheduler.suspended), now_ns)
         self._free.set(self._free_blocks(), now_ns)
+        if self._tiered:
+            self._tiers.look(now_ns)
         self._looks_due -= 1
         if self._looks_due <= 0 or not self._engine.running:
             self._looks_due = 1 + len(self._engine.running) // FEW_REQUESTS
@@ -187,6 +194,10 @@ class Observer:
             batch_size_by_iteration=batch_sizes(self._sequences, self._tokens),
             resumptions=exported["resumptions"],
         )
+
+    def tier_figures(self) -> TierFigures:
+        """Those of the memory hierarchy; all 0 without one."""
+        return self._tiers.figures()
 
     def kv_use(self) -> KvUse:
         """What of the KV memory was put to use."""

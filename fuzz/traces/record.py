@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,8 +18,10 @@ from msgspec import Struct
 
 from kvproof.engine.clock import CostModel
 from kvproof.fuzz.traces.checked import CheckedTrace, Setting
-from kvproof.fuzz.traces.figures import Goodput, Percentiles, Throughput
+from kvproof.fuzz.traces.figures import Goodput, Throughput
 from kvproof.fuzz.traces.formats import TraceRequest
+from kvproof.fuzz.traces.gauges import Percentiles
+from kvproof.invariants.events import TransferKind
 from kvproof.invariants.scheduling.vocabulary import Limits, Promises
 from kvproof.invariants.subject import Configuration
 
@@ -152,7 +154,7 @@ def benchmark_record(
         ),
         preemption_policy=_preemption(checked),
         prefix_caching=_prefix_caching(configuration),
-        offloading=_offloading(configuration, block_bytes),
+        offloading=_offloading(configuration, block_bytes, setting.cost),
         chunked_prefill=_chunked_prefill(configuration.scheduling),
         warm_up_and_repetitions="no warm-up: the prefix cache is cold at the start; one run: "
         "another one gives the same figures",
@@ -170,9 +172,9 @@ def trace_source(path: Path, requests: int) -> Trace:
     return Trace(path.name, hashlib.sha256(path.read_bytes()).hexdigest(), requests)
 
 
-def write_records(records: Sequence[BenchmarkRecord], path: Path) -> None:
-    """One JSON object: the records by the names of their policies."""
-    named = {record.batching_policy.name: msgspec.to_builtins(record) for record in records}
+def write_records(records: Mapping[str, BenchmarkRecord], path: Path) -> None:
+    """One JSON object: the records by the names of their results."""
+    named = {name: msgspec.to_builtins(record) for name, record in records.items()}
     path.write_text(json.dumps(named, indent=1) + "\n", encoding="utf-8")
 
 
@@ -224,14 +226,35 @@ def _prefix_caching(configuration: Configuration) -> str:
     )
 
 
-def _offloading(configuration: Configuration, block_bytes: int) -> str:
-    if not configuration.host_blocks:
+def _offloading(configuration: Configuration, block_bytes: int, cost: CostModel) -> str:
+    host_blocks, disk_blocks = configuration.host_blocks, configuration.disk_blocks
+    if not host_blocks:
         return "off: no host tier, no further tiers"
+    host = f"{host_blocks} blocks ({host_blocks * block_bytes} bytes) of host memory"
+    swaps = "a swap is copied within its step, which takes longer by that"
+    rates = f"assumed: {_rate(cost, 'store')} to and from the host"
+    if not configuration.offloads_prefixes:
+        return (
+            f"suspended requests only: swap space of {host}, for policies that swap; {swaps} "
+            f"({rates})"
+        )
+    if disk_blocks:
+        host += f", {disk_blocks} blocks ({disk_blocks * block_bytes} bytes) of disk"
+        rates += f", {_rate(cost, 'demote')} to and from the disk"
+    evictions = f"{configuration.host_eviction} on the host"
+    if disk_blocks:
+        evictions += f", {configuration.disk_eviction} on disk"
     return (
-        f"suspended requests only: swap space of {configuration.host_blocks} blocks "
-        f"({configuration.host_blocks * block_bytes} bytes) of host memory, for policies that "
-        "swap; copies take no virtual time"
+        f"meanings: {', '.join(configuration.meanings)}; {host}; moved in units of "
+        f"{configuration.block_size} tokens; written through: completed blocks are copied to each "
+        "tier before the next iteration, and stay where they were; promoted for the first waiting "
+        f"requests, which are held back meanwhile; evictions: {evictions}; {swaps} ({rates})"
     )
+
+
+def _rate(cost: CostModel, kind: TransferKind) -> str:
+    latency_ns, ps_per_byte = cost.copy_rate(kind)
+    return f"{latency_ns / 1e3:g} µs and {ps_per_byte} ps a byte"
 
 
 def _chunked_prefill(limits: Limits) -> str:

@@ -6,9 +6,9 @@ Requests arrive when the clock reaches their time, also while steps are in fligh
 2. requests that arrive before the oldest step in flight ends are delivered, each at its time;
 3. that step is retired, which takes the clock to its end.
 
-When no request is live, the clock jumps to the next arrival.  Which requests run is up to the
-scheduler and its policy; the driver knows neither these nor any check: the caller hands in
-``perform``, which applies an operation and may check what it did.
+When no request is live, the clock jumps to the next arrival; copies to lower tiers arrive on its
+way.  Which requests run is up to the scheduler and its policy; the driver knows neither these nor
+any check: the caller hands in ``perform``, which applies an operation and may check what it did.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvproof.engine.clock import CostModel, VirtualClock
-from kvproof.engine.eviction import EvictionPolicyFactory, LeastRecentlyUsed
+from kvproof.engine.eviction import EvictionPolicyFactory
 from kvproof.fuzz.traces.formats import TraceRequest
 from kvproof.fuzz.traces.observer import Observer
-from kvproof.invariants.operations import Arrive, Operation, Retire, Schedule
+from kvproof.invariants.operations import Arrive, Operation, Retire, Schedule, Wait
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.scheduling.vocabulary import SchedulerEvent
 from kvproof.invariants.subject import Configuration
@@ -51,7 +51,7 @@ class ObservedSubject(SchedulerSubject):
         policy: PolicyFactory,
         observer: Observer,
         name: str = "scheduler",
-        eviction: EvictionPolicyFactory = LeastRecentlyUsed,
+        eviction: EvictionPolicyFactory | None = None,
         clock: VirtualClock | None = None,
         cost: CostModel | None = None,
     ) -> None:
@@ -178,8 +178,11 @@ class Replay:
         self._settled = False
 
     def _wait(self) -> None:
-        """Nothing runs although requests are live: perhaps in the next iteration."""
-        self._idle += 1
+        """Nothing runs although requests are live: perhaps in the next iteration.
+
+        An iteration that launches nothing lets time pass, up to the arrival of the next copy.
+        """
+        self._idle = 0 if self._scheduler.next_delivery_ns is not None else self._idle + 1
         self._settled = False
         if self._idle >= IDLE_ITERATIONS:
             live = len(self._scheduler.jobs)
@@ -187,4 +190,7 @@ class Replay:
 
     def _let_time_pass(self, until_ns: int) -> None:
         self._observer.before_time_passes()
-        self._clock.advance_to(until_ns)
+        if self._scheduler.offloader is None:
+            self._clock.advance_to(until_ns)
+        elif until_ns > self._clock.now_ns:
+            self._perform(Wait(until_ns - self._clock.now_ns))

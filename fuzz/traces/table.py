@@ -10,12 +10,12 @@ from rich.table import Table
 
 from kvproof.fuzz.traces.figures import (
     BatchSizes,
-    Gauge,
-    Percentiles,
     PrefixCacheHits,
     SchedulerFigures,
     TraceResult,
 )
+from kvproof.fuzz.traces.gauges import Gauge, Percentiles
+from kvproof.fuzz.traces.tiers import Took
 
 _TIMES = frozenset({"queue_time", "prefill_time", "decode_time", "ttft", "tpot", "e2e"})
 _GIB = 1 << 30
@@ -60,7 +60,7 @@ def request_table(result: TraceResult) -> Table:
 
 
 def comparison_table(results: Mapping[str, TraceResult]) -> Table:
-    """One column for each policy."""
+    """One column for each policy, or each policy and memory hierarchy."""
     slo = next(iter(results.values())).goodput.slo
     table = Table(
         title="Policies compared",
@@ -72,7 +72,8 @@ def comparison_table(results: Mapping[str, TraceResult]) -> Table:
     table.add_column("figure", no_wrap=True)
     for name in results:
         table.add_column(name, justify="right", overflow="fold")
-    for label, figure in _ROWS:
+    tiered = any(result.tiers.tiered for result in results.values())
+    for label, figure in (*_ROWS, *(_TIER_ROWS if tiered else ())):
         table.add_row(label, *map(figure, results.values()))
     return table
 
@@ -119,7 +120,7 @@ _ROWS: tuple[tuple[str, Figure], ...] = (
     ("virtual time, s", lambda r: f"{r.virtual_seconds:,.1f}"),
     ("batch size, mean / most", _batch_cell),
     ("preemptions", lambda r: f"{r.metrics.preemptions:,}"),
-    ("swapped in from the host, blocks", lambda r: _count(r.metrics.host_promotions)),
+    ("copied back from the host, blocks", lambda r: _count(r.metrics.host_promotions)),
     ("evictions, blocks", lambda r: f"{r.metrics.evictions:,}"),
     ("prefix hits, of prompt tokens", lambda r: _hit_rate(r.metrics.prefix_cache_hits)),
     ("KV blocks held, mean / most", lambda r: _range(r.kv_use.referenced_fraction)),
@@ -129,6 +130,78 @@ _ROWS: tuple[tuple[str, Figure], ...] = (
     ("slots held and never used, mean", lambda r: f"{r.kv_use.fragmentation_slots.mean:,.0f}"),
 )
 """What is compared, and what stands in a cell."""
+
+
+def _tokens(gauge: Gauge) -> str:
+    return f"{gauge.mean:,.0f} / {gauge.maximum:,.0f}"
+
+
+def _gib_range(gauge: Gauge) -> str:
+    return f"{gauge.mean / _GIB:,.1f} / {gauge.maximum / _GIB:,.1f}"
+
+
+def _tier_hits(tier: str) -> Figure:
+    def cell(result: TraceResult) -> str:
+        found = result.tiers.hits[tier]
+        return f"{found.hits / found.queries:.1%}" if found.queries else "–"
+
+    return cell
+
+
+def _gib(result: TraceResult, kind: str) -> str:
+    return f"{result.tiers.moved[kind].bytes / _GIB:,.1f}"
+
+
+def _moved(kind: str) -> Figure:
+    def cell(result: TraceResult) -> str:
+        moved = result.tiers.moved[kind]
+        return f"{moved.bytes_per_second / _GIB:,.2f}" if moved.bytes else "–"
+
+    return cell
+
+
+def _took(took: Took) -> str:
+    found = took.percentiles
+    return f"{_seconds(found.p50)} / {_seconds(found.p90)}" if found else "–"
+
+
+_TIER_ROWS: tuple[tuple[str, Figure], ...] = (
+    (
+        "effective capacity gained, tokens, mean / most",
+        lambda r: _tokens(r.tiers.effective_capacity_gained_tokens),
+    ),
+    (
+        "… in GiB, mean / most",
+        lambda r: _gib_range(r.tiers.effective_capacity_gained_bytes),
+    ),
+    (
+        "sequences held by the host, mean / most",
+        lambda r: (
+            f"{r.tiers.suspended_sequences.mean:.1f} / {r.tiers.suspended_sequences.maximum:,.0f}"
+        ),
+    ),
+    ("stalls, request-iterations", lambda r: f"{r.tiers.stalls:,}"),
+    ("stalls, s", lambda r: _seconds(r.tiers.stall_seconds)),
+    ("promoted for waiting requests, GiB", lambda r: _gib(r, "promote")),
+    ("… and first fetched from disk, GiB", lambda r: _gib(r, "fetch")),
+    ("device hits at admission, of blocks", _tier_hits("device")),
+    ("host hits, not promoted, of the others", _tier_hits("host")),
+    ("disk hits, not promoted, of the others", _tier_hits("disk")),
+    ("device to host, GiB/s", _moved("store")),
+    ("host to device, GiB/s", _moved("promote")),
+    ("host to disk, GiB/s", _moved("demote")),
+    ("disk to host, GiB/s", _moved("fetch")),
+    ("swapped out, GiB/s", _moved("swap_out")),
+    ("promotion p50 / p90, s", lambda r: _took(r.tiers.promotion_time)),
+    ("… from disk to host, s", lambda r: _took(r.tiers.fetch_time)),
+    ("host evictions, blocks", lambda r: f"{r.tiers.evictions['host']:,}"),
+    ("disk evictions, blocks", lambda r: f"{r.tiers.evictions['disk']:,}"),
+    (
+        "admissions, first / again",
+        lambda r: f"{r.metrics.admissions:,} / {r.metrics.resumptions:,}",
+    ),
+)
+"""What is compared beside, where there is a memory hierarchy."""
 
 
 def _count(value: int | str) -> str:

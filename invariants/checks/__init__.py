@@ -16,6 +16,7 @@ from kvproof.invariants.checks.quies import Quies
 from kvproof.invariants.checks.ref import Ref
 from kvproof.invariants.checks.resume import Resume_
 from kvproof.invariants.checks.valid import Valid
+from kvproof.invariants.checks.xfer import Xfer
 from kvproof.invariants.property import Check
 
 CHECKS: tuple[type[Check], ...] = (
@@ -28,10 +29,12 @@ CHECKS: tuple[type[Check], ...] = (
     Cap,
     Atom,
     Quies,
+    Xfer,
     Prov,
     Valid,
     Key,
     Resume_,
     Met,
 )
-"""Ownership ledger first, then token provenance, then the request's own story and the figures."""
+"""Ownership ledger first, then bytes and their provenance (XFER moves those that PROV reads), then
+the request's own story and the figures."""

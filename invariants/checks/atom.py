@@ -1,7 +1,8 @@
 """ATOM: a refused or skipped operation leaves everything as it was.
 
 Verifies: that such an operation emits no event; that its request's table, length and computed
-tokens, and the references of the blocks that it would have reused, are what they were.
+tokens, the references of the blocks that it would have reused, and the pins of the slots that it
+would have copied, are what they were.
 
 Does not verify: state that neither the view nor an event shows; the free count is left to CONS,
 which looks after refused operations as well.
@@ -12,7 +13,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvproof.invariants.books import RequestModel
-from kvproof.invariants.operations import Admit, Decode, Operation, Resume
+from kvproof.invariants.operations import (
+    Admit,
+    Decode,
+    Offload,
+    Operation,
+    Promote,
+    Resume,
+    kind_of,
+)
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim
 from kvproof.invariants.view import Standing
@@ -57,6 +66,24 @@ class Atom(Check):
                 self._look_at(books.running[index % len(books.running)])
         if outcome.status == "refused" and isinstance(operation, Admit | Resume):
             self._hits += books.predicted_hits
+        if outcome.status == "refused" and isinstance(operation, Offload | Promote):
+            self._slots_untouched(operation)
+
+    def _slots_untouched(self, operation: Operation) -> None:
+        """What a refused copy would have read is not pinned by it."""
+        tiers = self.books.tiers
+        for tier, slots in tiers.wanted if tiers is not None else ():
+            actual = self.tiered.tier_pins(tier.tier, tier.group)
+            for slot in slots:
+                if actual[slot] != tier.pins[slot]:
+                    self.fail(
+                        f"{kind_of(operation)} was refused, but {tier.tier} block {slot} went from "
+                        f"{tier.pins[slot]} to {actual[slot]} pins",
+                        group=tier.group,
+                        block=slot,
+                        tier=tier.tier,
+                    )
+                    return
 
     def _look_at(self, request: RequestModel) -> None:
         self._refused.add(request.id)

@@ -4,7 +4,8 @@ Verifies: each refusal and each success of every operation
 against a prediction from the books; that a prefix hit is the longest findable one and never
 covers the last token; that a request holds ceil(tokens / block size) blocks, or as many as were
 reserved, no more; that a step computes as many tokens as its budget or items, and the pending
-tokens that have slots, allow.
+tokens that have slots, allow; that copies between tiers are refused or started exactly when they
+should be, of just the blocks that are next, and what look-ups in the tiers answer.
 
 Does not verify: the order of admissions or any policy (none exists at this level); bounds of
 subjects that declare inexact admission.
@@ -12,34 +13,47 @@ subjects that declare inexact admission.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from kvproof.invariants.books import GroupBooks, RequestModel
+from kvproof.invariants.checks.cap_tiers import TierAnswers
 from kvproof.invariants.operations import (
     Abort,
     Admit,
+    Corrupt,
     Decode,
     Evict,
     Finish,
     Fork,
     Grow,
     Launch,
+    Offload,
     Operation,
     Preempt,
+    Promote,
     Reserve,
     Reset,
+    Restart,
     Resume,
     Retire,
+    Slow,
+    Withhold,
+    kind_of,
 )
 from kvproof.invariants.outcomes import (
     BLOCKS_IN_USE,
+    HIT_PENDING,
     IN_FLIGHT,
     LARGER_THAN_POOL,
+    LOADING,
     NO_FREE_BLOCKS,
     NO_HOST_BLOCKS,
     NOT_COMPUTED,
     NOT_LAUNCHED,
     NOTHING_TO_RUN,
+    OFFLOAD_OFF,
+    RETRY,
     RUN_AHEAD_LIMIT,
     TOO_MANY_REQUESTS,
     Outcome,
@@ -48,6 +62,10 @@ from kvproof.invariants.outcomes import (
 from kvproof.invariants.property import Check, Claim, OperationHandler
 from kvproof.invariants.tags import Tags
 from kvproof.invariants.view import Standing
+
+_ANSWERED = (Offload, Promote, Withhold, Corrupt, Restart, Slow)
+"""What only a hierarchy does."""
+_WAITED_FOR = (HIT_PENDING, RETRY)
 
 
 class Cap(Check):
@@ -82,12 +100,20 @@ class Cap(Check):
         Claim("A request that can never fit is refused as such.", "bug B134; survey K17"),
     )
     positive_control = "boundary-block-too-early"
-    concludes_on = (Launch, Preempt)
+    concludes_on = (Launch, Offload, Promote)
     concludes_when = ("done",)
     _expected: Sequence[tuple[int, int]] = ()
     """Of a launch with items: each request and how many tokens of it."""
 
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self._answers = TierAnswers(self.books)
+
     def expecting(self, kind: type[Operation]) -> OperationHandler | None:
+        return self._handlers.get(kind)
+
+    @cached_property
+    def _handlers(self) -> Mapping[type[Operation], OperationHandler]:
         handlers: dict[type[Operation], OperationHandler] = {
             Finish: self._end,
             Abort: self._end,
@@ -96,6 +122,7 @@ class Cap(Check):
             Launch: self._launch,
             Reset: self._reset,
             Retire: self._retire,
+            **dict.fromkeys(_ANSWERED, self._answered),
         }
         if self.semantics.exact_admission:
             handlers |= {
@@ -106,11 +133,11 @@ class Cap(Check):
                 Reserve: self._reserve,
                 Evict: self._evict,
             }
-        return handlers.get(kind)
+        return handlers
 
     def expects(self, kind: type[Operation], status: Status) -> bool:
         # LIFE knows whether an operation had a target; the others are never skipped.
-        targeted = kind not in (Admit, Launch, Evict, Reset)
+        targeted = kind not in (Admit, Launch, Evict, Reset, *_ANSWERED)
         return super().expects(kind, status) and not (status == "skipped" and targeted)
 
     def _judge(
@@ -124,11 +151,13 @@ class Cap(Check):
             if actual != figure:
                 self._wrong_figure(operation, outcome, actual, figure)
 
-    def _wrong_answer(self, operation: Operation, outcome: Outcome, reason: str | None) -> None:
+    def _wrong_answer(
+        self, operation: Operation, outcome: Outcome, reason: str | None, status: str = "done"
+    ) -> None:
         name = type(operation).__name__.lower()
         did = outcome.status + (f" ({outcome.reason})" if outcome.reason else "")
-        should = f"refused ({reason})" if reason else "done"
-        free = ", ".join(str(g.usable - g.referenced) for g in self.books.groups)
+        should = f"refused ({reason})" if reason else status
+        free = ", ".join(str(g.free) for g in self.books.groups)
         self.fail(
             f"{name} was {did}, but it should have been {should}: {free} blocks were free",
             request=outcome.request,
@@ -144,6 +173,9 @@ class Cap(Check):
             Evict: "blocks were evicted",
             Reset: "blocks were evicted",
             Reserve: "blocks were taken",
+            Offload: "blocks are copied",
+            Promote: "blocks are copied",
+            Withhold: "blocks are withheld",
             Retire: "requests came back",
         }.get(type(operation), "were counted")
         self.fail(
@@ -168,26 +200,28 @@ class Cap(Check):
     def _swap_in(self, operation: Resume, outcome: Outcome, request: RequestModel) -> None:
         books = self.books
         books.predicted_hits = []
-        needed = max(
-            blocks_for(operation.slots or request.length, self.block_size),
-            blocks_for(request.computed, self.block_size),
-        )
+        rows = blocks_for(request.computed, self.block_size)
+        needed = max(blocks_for(operation.slots or request.length, self.block_size), rows)
         reason = None
-        if len(books.running) >= books.configuration.requests:
+        if request.departing:
+            reason = IN_FLIGHT
+        elif len(books.running) >= books.configuration.requests:
             reason = TOO_MANY_REQUESTS
         elif needed > books.configuration.blocks:
             reason = LARGER_THAN_POOL
-        elif any(needed > group.usable - group.referenced for group in self.groups):
+        elif any(needed > group.free for group in self.groups):
             reason = NO_FREE_BLOCKS
-        self._judge(operation, outcome, reason, request.computed)
+        cached = 0 if operation.late and rows else request.computed
+        self._judge(operation, outcome, reason, cached)
+        self._judge_copies(operation, outcome, rows, started=reason is None)
 
     def _admission(
-        self, operation: Operation, outcome: Outcome, tags: Tags[int], slots: int
+        self, operation: Admit | Resume, outcome: Outcome, tags: Tags[int], slots: int
     ) -> None:
         books, size = self.books, self.block_size
         books.predicted_hits = []
         needed = ((slots or len(tags)) + size - 1) // size
-        hits, reason = 0, None
+        hits, lookup, reason = 0, "", None
         if len(books.running) >= books.configuration.requests:
             reason = TOO_MANY_REQUESTS
         elif needed > books.configuration.blocks:
@@ -197,7 +231,13 @@ class Cap(Check):
             for group in self.groups:
                 if not self._fits(group, tags, needed, hits):
                     reason = NO_FREE_BLOCKS
+            if books.tiers is not None:
+                lookup = self._answers.beyond(tags, hits)
+                if isinstance(operation, Admit) and operation.wait and lookup in _WAITED_FOR:
+                    reason = lookup
         self._judge(operation, outcome, reason, hits * size)
+        if outcome.lookup != lookup or outcome.transfers:
+            self._wrong_lookup(operation, outcome, lookup)
 
     def _longest_hit(self, tags: Tags[int]) -> int:
         """Rows of the longest prefix that is findable in every group, below the last token."""
@@ -219,15 +259,18 @@ class Cap(Check):
             blocks = [blocks_of[key_of_tag[t]] for t in tags[size - 1 : hits * size : size]]
             self.books.predicted_hits.append((group.group, [equal[0] for equal in blocks]))
             taken += sum([refs[equal[0]] == 0 for equal in blocks])
-        return taken <= group.usable - group.referenced
+        return taken <= group.free
 
     def _grow(self, operation: Grow, outcome: Outcome) -> None:
         request = self._known(outcome.request)
         if request is None:
             return
         reason = None
+        if request.loading:
+            self._judge(operation, outcome, LOADING)
+            return
         for group in self.groups:
-            if self._growth(group, request, operation.tokens) > group.usable - group.referenced:
+            if self._growth(group, request, operation.tokens) > group.free:
                 reason = NO_FREE_BLOCKS
         if outcome.reason != reason or (outcome.status == "done") != (reason is None):
             self._wrong_answer(operation, outcome, reason)
@@ -249,8 +292,10 @@ class Cap(Check):
         reason = None
         for group in self.groups:
             taken = sum([self._growth(group, running[index], 1) for index in named])
-            if taken > group.usable - group.referenced:
+            if taken > group.free:
                 reason = NO_FREE_BLOCKS
+        if self.books.tiers is not None and any(running[index].loading for index in named):
+            reason = LOADING
         if outcome.reason != reason or (outcome.status == "done") != (reason is None):
             self._wrong_answer(operation, outcome, reason)
 
@@ -260,10 +305,7 @@ class Cap(Check):
             return
         needed = blocks_for(operation.slots, self.block_size)
         takes = [max(0, needed - len(table)) for table in request.tables]
-        short = any(
-            take > group.usable - group.referenced
-            for group, take in zip(self.groups, takes, strict=True)
-        )
+        short = any(take > group.free for group, take in zip(self.groups, takes, strict=True))
         self._judge(operation, outcome, NO_FREE_BLOCKS if short else None, sum(takes))
 
     def _preempt(self, operation: Preempt, outcome: Outcome) -> None:
@@ -272,13 +314,28 @@ class Cap(Check):
             self._end(operation, outcome)
             return
         rows = blocks_for(request.computed, self.block_size)
-        capacity = self.books.configuration.host_blocks
+        configuration, tiers = self.books.configuration, self.books.tiers
         reason = None
-        if request.launched:
+        if not configuration.suspends:
+            reason = OFFLOAD_OFF
+        elif request.launched or request.loading:
             reason = IN_FLIGHT
-        elif any(rows > capacity - len(group.host_holder) for group in self.groups):
+        elif rows > (0 if tiers is None else min([host.free for host in tiers.host])):
             reason = NO_HOST_BLOCKS
         self._judge(operation, outcome, reason)
+        self._judge_copies(operation, outcome, rows, started=reason is None)
+
+    def _judge_copies(
+        self, operation: Operation, outcome: Outcome, rows: int, *, started: bool
+    ) -> None:
+        """A swap starts one transfer a group, of as many blocks as have computed tokens."""
+        expected = len(self.groups) if rows and started else 0
+        if len(outcome.transfers) != expected:
+            self.fail(
+                f"{kind_of(operation)} of {rows} blocks started {len(outcome.transfers)} "
+                f"transfers, but it should be {expected}",
+                request=outcome.request,
+            )
 
     def _end(self, operation: Operation, outcome: Outcome) -> None:
         """Finish, abort, preempt: always, unless steps have still to compute the request."""
@@ -316,6 +373,8 @@ class Cap(Check):
     def _pending_of_all(self) -> int:
         total, size = 0, self.block_size
         for request in self.books.running:
+            if request.loading:
+                continue
             # Tokens beyond the request's blocks cannot be computed yet.
             slots = (request.slots + size - 1) // size * size
             length = len(request.tags)
@@ -334,6 +393,8 @@ class Cap(Check):
         expected: list[tuple[int, int]] = []
         for index, tokens in named.items():
             request = running[index]
+            if request.loading:
+                continue
             slots = (request.slots + size - 1) // size * size
             length = len(request.tags)
             pending = (length if length < slots else slots) - request.scheduled
@@ -343,16 +404,45 @@ class Cap(Check):
         return sum([tokens for _, tokens in expected])
 
     def _evict(self, operation: Evict, outcome: Outcome) -> None:
+        if operation.tier != "device":
+            self._answered(operation, outcome)
+            return
         cached = [len(group.cached_free) for group in self.groups]
         figure = sum([min(operation.blocks, free) for free in cached])
         self._judge(operation, outcome, None, figure)
 
     def _reset(self, operation: Reset, outcome: Outcome) -> None:
-        if any(group.referenced for group in self.groups):
+        tiers = self.books.tiers
+        if any(group.referenced for group in self.groups) or (tiers and tiers.in_flight):
             self._judge(operation, outcome, BLOCKS_IN_USE)
         else:
-            cached = sum([len(group.cached_free) for group in self.groups])
-            self._judge(operation, outcome, None, cached)
+            findable = sum([len(group.cached_free) for group in self.groups])
+            if tiers is not None:
+                findable += sum([len(tier.key_of) for tier in tiers.all])
+            self._judge(operation, outcome, None, findable)
+
+    def _answered(self, operation: Operation, outcome: Outcome) -> None:
+        """The hierarchy answers as predicted."""
+        expected = self._answers.predict(operation)
+        if (outcome.status, outcome.reason) != (expected.status, expected.reason):
+            self._wrong_answer(operation, outcome, expected.reason, expected.status)
+            return
+        if outcome.count != expected.count:
+            self._wrong_figure(operation, outcome, outcome.count, expected.count)
+        if outcome.lookup != expected.lookup:
+            self._wrong_lookup(operation, outcome, expected.lookup)
+        if len(outcome.transfers) != expected.transfers:
+            self.fail(
+                f"{kind_of(operation)} names {len(outcome.transfers)} transfers, but it should "
+                f"be {expected.transfers}"
+            )
+
+    def _wrong_lookup(self, operation: Operation, outcome: Outcome, expected: str) -> None:
+        self.fail(
+            f"{kind_of(operation)}: the tiers below are said to answer "
+            f"{outcome.lookup or 'nothing'!r}, but it should be {expected or 'nothing'!r}",
+            request=outcome.request,
+        )
 
     def _retire(self, operation: Retire, outcome: Outcome) -> None:
         if self.books.steps:
@@ -365,9 +455,9 @@ class Cap(Check):
 
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
         """A launch computes just its items, or serves the oldest first: only its last request may
-        be left unfinished.  A swap copies just the blocks with computed tokens."""
-        if isinstance(operation, Preempt):
-            self._swapped_out(operation, outcome)
+        be left unfinished.  A copy between tiers is of the blocks that are next."""
+        if isinstance(operation, Offload | Promote):
+            self._copied(operation, outcome)
             return
         step = self.books.steps[-1] if self.books.steps else None
         assert isinstance(operation, Launch)
@@ -387,6 +477,8 @@ class Cap(Check):
         for request in self.books.running:
             if request is last:
                 return
+            if request.loading:
+                continue
             slots = (request.slots + size - 1) // size * size
             if request.scheduled < min(len(request.tags), slots):
                 self.fail(
@@ -397,19 +489,17 @@ class Cap(Check):
                 )
                 return
 
-    def _swapped_out(self, operation: Preempt, outcome: Outcome) -> None:
-        request = self._known(outcome.request)
-        if request is None or not operation.swap:
+    def _copied(self, operation: Offload | Promote, outcome: Outcome) -> None:
+        tiers = self.books.tiers
+        if tiers is None:
             return
-        needed = blocks_for(request.computed, self.block_size)
-        for group, blocks in enumerate(request.host_tables):
-            if len(blocks) != needed:
-                self.fail(
-                    f"{len(blocks)} blocks of request {request.id} are swapped out, but its "
-                    f"{request.computed} computed tokens need {needed}",
-                    group=group,
-                    request=request.id,
-                )
+        started = [tiers.in_flight.get(number) for number in outcome.transfers]
+        actual = [(t.group, t.sources) for t in started if t is not None]
+        if actual != self._answers.chosen:
+            self.fail(
+                f"{kind_of(operation)} copies (group, blocks) {actual}, but next are "
+                f"{self._answers.chosen}"
+            )
 
     def judge_standing(self, request: RequestModel, actual: Standing, expected: Standing) -> None:
         if not request.running or actual[3] == expected[3]:

@@ -1,7 +1,8 @@
 """CONS: no block is lost, invented or counted twice.
 
 Verifies: after each operation that was not skipped, that the free count the subject reports and
-the blocks that tables and fences hold add up to the pool, per group; in an audit, that the free
+the blocks that tables, fences and transfers hold add up to the pool, per group, and likewise on
+each lower tier, where transfers and swapped requests hold slots; in an audit, that the free
 blocks are as many as the count says, without repetition, none reserved, and that each usable
 block is either free or referenced.
 
@@ -11,10 +12,21 @@ Does not verify: who holds a referenced block (REF, EXCL); that a free block is 
 
 from __future__ import annotations
 
-from kvproof.invariants.books import GroupBooks
-from kvproof.invariants.operations import Operation
+from kvproof.invariants.operations import (
+    Offload,
+    Operation,
+    Preempt,
+    Promote,
+    Resume,
+    Withhold,
+)
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim
+from kvproof.invariants.slot_books import TierBooks
+from kvproof.invariants.tier_books import Tiers
+
+_ON_TIERS = frozenset({Offload, Promote, Preempt, Resume, Withhold})
+"""What takes slots of lower tiers, or is refused for want of them."""
 
 
 class Cons(Check):
@@ -44,27 +56,37 @@ class Cons(Check):
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
         for group in self.groups:
             free = self.view.free_count(group.group)
-            if free + group.referenced != group.usable:
+            if free != group.free:
+                withheld = f", {group.withheld} are withheld" if group.withheld else ""
                 self.fail(
-                    f"{free} blocks are reported free and {group.referenced} are held by tables "
-                    f"or fences, which does not make the pool of {group.usable}",
+                    f"{free} blocks are reported free{withheld} and {group.referenced} are held by "
+                    f"tables, fences or transfers, which does not make the pool of {group.usable}",
                     group=group.group,
                 )
-            if self._host_blocks:
-                self._host(group)
+        tiers = self.books.tiers
+        if tiers is not None and (tiers.moved or operation.__class__ in _ON_TIERS):
+            self._count_slots(tiers)
 
-    def _host(self, group: GroupBooks) -> None:
-        free, held = self.view.free_host_count(group.group), len(group.host_holder)
-        if free + held != self._host_blocks:
-            self.fail(
-                f"{free} host blocks are reported free and {held} hold swapped requests, which "
-                f"does not make the swap space of {self._host_blocks}",
-                group=group.group,
-            )
+    def _count_slots(self, tiers: Tiers) -> None:
+        tiers.moved = False
+        for tier in tiers.all:
+            free = self.tiered.free_tier_count(tier.tier, tier.group)
+            if free != tier.free:
+                self._wrong_slots(tier, free)
 
-    @property
-    def _host_blocks(self) -> int:
-        return self.books.configuration.host_blocks
+    def settle(self) -> None:
+        if self.books.tiers is not None:
+            self._count_slots(self.books.tiers)
+
+    def _wrong_slots(self, tier: TierBooks, free: int) -> None:
+        withheld = f", {tier.withheld} are withheld" if tier.withheld else ""
+        self.fail(
+            f"{free} {tier.tier} blocks are reported free{withheld} and {len(tier.busy)} are "
+            "pinned by transfers or hold swapped requests, which does not make the tier's "
+            f"{tier.capacity}",
+            group=tier.group,
+            tier=tier.tier,
+        )
 
     def audit(self) -> None:
         reserved = self.semantics.reserved
@@ -75,10 +97,10 @@ class Cons(Check):
             if len(free) != len(listed):
                 twice = next(b for b in listed if listed.count(b) > 1)
                 self.fail(f"block {twice} is free twice", group=number, block=twice)
-            if len(listed) != self.view.free_count(number):
+            counted = self.view.free_count(number) + group.withheld
+            if len(listed) != counted:
                 self.fail(
-                    f"{len(listed)} blocks are in the free list, "
-                    f"but the counter says {self.view.free_count(number)}",
+                    f"{len(listed)} blocks are in the free list, but the counter says {counted}",
                     group=number,
                 )
             for block in free.intersection(reserved):

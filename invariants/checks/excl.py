@@ -2,7 +2,8 @@
 
 Verifies: that an allocation or a copy-on-write target was free, not reserved and handed out
 once; that a launched step writes only blocks of its own request's table that nobody shares and
-nothing findable lies in; that a copy-on-write replaces the block that the table named; in an
+nothing findable lies in; that a copy-on-write replaces the block that the table named; that a
+copy between tiers writes only what was free, on its tier, and that no other transfer uses; in an
 audit, that no two live tables share a block in which either still has positions to write.
 
 Does not verify: what is read (PROV); that a copy's bytes are right (PROV).
@@ -16,13 +17,14 @@ from kvproof.invariants.books import GroupBooks, RequestModel
 from kvproof.invariants.events import (
     BlockCopied,
     BlocksAllocated,
-    BlocksSwappedIn,
-    BlocksSwappedOut,
     Event,
     StepItem,
     StepLaunched,
+    TransferStarted,
 )
+from kvproof.invariants.operations import Tier
 from kvproof.invariants.property import Check, Claim, EventHandler
+from kvproof.invariants.slot_books import ENDS
 
 
 class Excl(Check):
@@ -42,6 +44,10 @@ class Excl(Check):
             "bugs B21, B25, B76, B82; survey P18",
         ),
         Claim("No request owns a reserved block.", "survey P11; bug B39"),
+        Claim(
+            "A block of a lower tier that a transfer writes is read and written by no other.",
+            "bug B81; survey T12",
+        ),
     )
     positive_control = "writes-start-at-row-zero"
 
@@ -53,8 +59,7 @@ class Excl(Check):
         return {
             BlocksAllocated: self._allocated,
             BlockCopied: self._copied,
-            BlocksSwappedOut: self._swapped_out,
-            BlocksSwappedIn: self._swapped_in,
+            TransferStarted: self._copy_starts,
         }
 
     def after_event(self) -> Mapping[type[Event], EventHandler]:
@@ -92,40 +97,47 @@ class Excl(Check):
                 request=request,
             )
 
-    def _swapped_out(self, event: BlocksSwappedOut) -> None:
-        """Host blocks have one owner, too, and are as many as the device blocks copied."""
-        holders, space = self.groups[event.group].host_holder, self.books.configuration.host_blocks
-        for block in event.host_blocks:
-            if not 0 <= block < space:
-                self.fail(
-                    f"request {event.request} is swapped out to host block {block}, which the "
-                    f"swap space of {space} does not have",
-                    group=event.group,
-                    request=event.request,
-                )
-            if block in holders:
-                self.fail(
-                    f"request {event.request} is swapped out to host block {block}, which holds "
-                    f"request {holders[block]}",
-                    group=event.group,
-                    request=event.request,
-                )
-        if len(set(event.host_blocks)) != len(event.blocks):
-            self.fail(
-                f"{len(event.blocks)} blocks of request {event.request} are swapped out to "
-                f"{len(set(event.host_blocks))} host blocks",
-                group=event.group,
-                request=event.request,
-            )
+    # -- what a copy between tiers writes ---------------------------------------------------------
 
-    def _swapped_in(self, event: BlocksSwappedIn) -> None:
-        if len(event.blocks) != len(event.host_blocks):
-            self.fail(
-                f"{len(event.host_blocks)} host blocks of request {event.request} are swapped in "
-                f"to {len(event.blocks)} blocks",
-                group=event.group,
-                request=event.request,
-            )
+    def _copy_starts(self, event: TransferStarted) -> None:
+        """A block to be written by it is nobody else's: no table, transfer or request has it."""
+        self.checked += 1
+        target, targets = ENDS[event.kind][1], list(event.targets)
+        for block in targets:
+            why = f"{targets.count(block)} times" if targets.count(block) > 1 else None
+            if target != "device":
+                why = why or self._slot_taken(target, event.group, block)
+            elif event.kind == "promote":
+                why = why or self._block_taken(self.groups[event.group], block)
+            if why:
+                self.fail(
+                    f"transfer {event.transfer} ({event.kind}) is to write {target} block "
+                    f"{block}, {why}",
+                    group=event.group,
+                    block=block,
+                    request=event.request,
+                    tier=target,
+                )
+                return
+
+    def _block_taken(self, group: GroupBooks, block: int) -> str | None:
+        if group.refs[block]:
+            return f"which {self._owners(group, block)} holds"
+        if block in self._reserved:
+            return "which is reserved"
+        return "in which something is findable" if block in group.key_of else None
+
+    def _slot_taken(self, target: Tier, group: int, slot: int) -> str | None:
+        tiers = self.books.tiers
+        books = tiers.of(target) if tiers is not None else []
+        if not books or not 0 <= slot < books[group].capacity:
+            return "which is not there"
+        tier = books[group]
+        if tier.pins[slot]:
+            return "which another transfer uses"
+        if slot in tier.owner:
+            return f"which holds request {tier.owner[slot]}"
+        return "in which something is findable" if slot in tier.key_of else None
 
     def _owners(self, group: GroupBooks, block: int) -> str:
         names = [
@@ -139,6 +151,14 @@ class Excl(Check):
             for number, tables in step.fenced
             if block in tables[group.group]
         ]
+        if self.books.tiers is not None:
+            names += [
+                f"transfer {number}"
+                for number, transfer in self.books.tiers.in_flight.items()
+                if transfer.group == group.group
+                and ("device" in (transfer.source, transfer.target))
+                and block in (*transfer.sources, *transfer.targets)
+            ]
         return " and ".join(names) or "somebody"
 
     def _copied(self, event: BlockCopied) -> None:
@@ -212,7 +232,7 @@ class Excl(Check):
     def audit(self) -> None:
         for group in self.groups:
             for request in self.books.running:
-                if request.computed < request.length:
+                if request.computed < request.length and not request.loading:
                     self._yet_to_write(group, request, request.computed // self.block_size)
 
     def _yet_to_write(self, group: GroupBooks, request: RequestModel, row: int) -> None:

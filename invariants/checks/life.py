@@ -12,6 +12,7 @@ Does not verify: arrival and waiting queues (the scheduler's level); when a requ
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from kvproof.invariants.books import RequestModel
 from kvproof.invariants.events import (
@@ -59,7 +60,11 @@ class Life(Check):
     positive_control = "output-token-recorded-twice"
 
     def expecting(self, kind: type[Operation]) -> OperationHandler | None:
-        handlers: dict[type[Operation], OperationHandler] = {
+        return self._handlers.get(kind)
+
+    @cached_property
+    def _handlers(self) -> Mapping[type[Operation], OperationHandler]:
+        return {
             Admit: self._admitted,
             Retire: self._retired,
             Resume: self._resumed,
@@ -71,7 +76,6 @@ class Life(Check):
             Fork: self._forked,
             Preempt: self._of_running,
         }
-        return handlers.get(kind)
 
     def _admitted(self, operation: Admit, outcome: Outcome) -> None:
         number = outcome.request

@@ -12,8 +12,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvproof.invariants.books import RequestModel
+from kvproof.invariants.operations import Admit, Operation, Promote
+from kvproof.invariants.outcomes import HIT_PENDING, RETRY, Outcome
 from kvproof.invariants.property import Check, Claim
 from kvproof.invariants.subject import Semantics
+from kvproof.invariants.tier_books import Tiers
+
+_WITHOUT_TIERS = dict.fromkeys(
+    (
+        "host_offload_bytes",
+        "host_promotions",
+        "prefix_store_bytes",
+        "prefix_load_bytes",
+        "suspend_out_bytes",
+        "suspend_in_bytes",
+        "disk_store_bytes",
+        "disk_load_bytes",
+        "device_queries",
+        "host_queries",
+        "disk_queries",
+        "device_hits",
+        "host_hits",
+        "disk_hits",
+        "host_evictions",
+        "disk_evictions",
+        "corrupt_blocks",
+        "transfers_failed",
+        "stalls",
+        "capacity_gained_tokens",
+        "suspended_sequences",
+    ),
+    0,
+)
 
 
 class Met(Check):
@@ -30,12 +60,19 @@ class Met(Check):
         ),
         Claim("Evictions count the blocks that became unfindable.", "bugs B162, B163; survey X10"),
         Claim(
+            "Bytes between tiers are those of copies that completed, and a tier is asked only for "
+            "what those above it lack.",
+            "bugs B158, B161; survey M03, M06, E18",
+        ),
+        Claim(
             "Admissions, preemptions, batch sizes and sequence counts are those that happened.",
             "chapter, what the scheduler should expose; survey X05 to X09, X14, Y01 to Y03, Y09",
         ),
     )
     positive_control = "hits-counted-again-on-resume"
     counts_itself = True
+    concludes_on = (Admit, Promote)
+    concludes_when = ("refused",)
 
     @classmethod
     def promised(cls, semantics: Semantics) -> bool:
@@ -73,6 +110,11 @@ class Met(Check):
                 )
                 return
 
+    def conclude(self, operation: Operation, outcome: Outcome) -> None:
+        tiers = self.books.tiers
+        if tiers is not None and outcome.reason in (HIT_PENDING, RETRY):
+            tiers.figures.stalls += 1
+
     def _expected(self) -> dict[str, int]:
         """The scheduler's figures by the books."""
         books, figures = self.books, self.books.figures
@@ -83,7 +125,7 @@ class Met(Check):
             "kv_capacity_bytes": total * block_bytes,
             "kv_bytes_used": used * block_bytes,
             "kv_blocks_total": total,
-            "kv_blocks_free": total - used,
+            "kv_blocks_free": sum([group.free for group in self.groups]),
             "live_cached_tokens": sum([request.computed for request in books.running]),
             "active_sequences": len(books.running),
             "waiting_sequences": len(books.preempted),
@@ -92,11 +134,44 @@ class Met(Check):
             "evictions": figures.evictions,
             "prefix_cache_hits": figures.prefix_cache_hits,
             "prefix_cache_queries": figures.prefix_cache_queries,
-            "host_offload_bytes": figures.blocks_offloaded * block_bytes,
-            "host_promotions": figures.blocks_promoted,
             "iterations": figures.iterations,
             "batch_size_by_iteration": figures.batch_size,
+            "suspensions": figures.suspensions,
+            **(_WITHOUT_TIERS if books.tiers is None else self._of_tiers(books.tiers, block_bytes)),
         }
+
+    def _of_tiers(self, tiers: Tiers, block_bytes: int) -> dict[str, int]:
+        """What the hierarchy did."""
+        figures = tiers.figures
+        moved = figures.moved
+        return {
+            "host_offload_bytes": (moved["store"] + moved["swap_out"]) * block_bytes,
+            "host_promotions": moved["promote"] + moved["swap_in"],
+            "prefix_store_bytes": moved["store"] * block_bytes,
+            "prefix_load_bytes": moved["promote"] * block_bytes,
+            "suspend_out_bytes": moved["swap_out"] * block_bytes,
+            "suspend_in_bytes": moved["swap_in"] * block_bytes,
+            "disk_store_bytes": moved["demote"] * block_bytes,
+            "disk_load_bytes": moved["fetch"] * block_bytes,
+            **{f"{tier}_queries": count for tier, count in figures.queries.items()},
+            **{f"{tier}_hits": count for tier, count in figures.hits.items()},
+            "host_evictions": figures.evictions["host"],
+            "disk_evictions": figures.evictions["disk"],
+            "corrupt_blocks": figures.corrupt,
+            "transfers_failed": figures.failed,
+            "stalls": figures.stalls,
+            "capacity_gained_tokens": self._gained(tiers) * self.block_size,
+            "suspended_sequences": len(
+                [r for r in self.books.requests.values() if r.suspended and not r.departing]
+            ),
+        }
+
+    def _gained(self, tiers: Tiers) -> int:
+        """Blocks that are findable below the device and not on it."""
+        below: set[tuple[int, int]] = set()
+        for tier in tiers.all:
+            below.update((tier.group, tag) for tag in tier.slot_of)
+        return len([1 for group, tag in below if tag not in self.groups[group].key_of_tag])
 
     def _expected_of(self, request: RequestModel) -> dict[str, int]:
         """One request's figures by the books."""

@@ -2,7 +2,8 @@
 
 Verifies: where the subject promises it, that the evicted block is the one whose last reference
 went the longest time ago; that nothing is evicted while an empty-free block is left; that a
-request gives back its last block first; in an audit, that the free blocks stand in that order.
+request gives back its last block first; where the configuration names an order for a tier, least
+recently used or ARC, the same of that tier; in an audit, that the free blocks stand in that order.
 
 Does not verify: that every cached extension has its prefix cached too (least recently used
 evicts duplicates' children out of that order, see survey R14); orders of other policies.
@@ -20,8 +21,11 @@ from kvproof.invariants.events import (
     BlocksEvicted,
     BlocksReleased,
     Event,
+    SlotsEvicted,
+    TransferStarted,
 )
 from kvproof.invariants.property import Check, Claim, EventHandler
+from kvproof.invariants.slot_books import ENDS
 from kvproof.invariants.subject import Semantics
 
 
@@ -48,33 +52,79 @@ class Order(Check):
 
     @classmethod
     def promised(cls, semantics: Semantics) -> bool:
-        return semantics.eviction_order == "lru" or semantics.release_order == "tail_first"
+        return semantics.eviction_order != "any" or semantics.release_order == "tail_first"
 
     def before_event(self) -> Mapping[type[Event], EventHandler]:
         handlers: dict[type[Event], EventHandler] = {}
-        if self.semantics.eviction_order == "lru":
+        if self.semantics.eviction_order != "any":
             handlers[BlocksEvicted] = self._evicted
             handlers[BlocksAllocated] = self._allocated
             handlers[BlockCopied] = self._copied
+            if self.books.tiers is not None:
+                handlers[SlotsEvicted] = self._slots_evicted
+                handlers[TransferStarted] = self._copy_starts
         if self.semantics.release_order == "tail_first":
             handlers[BlocksReleased] = self._released
         return handlers
 
     def _evicted(self, event: BlocksEvicted) -> None:
-        cached_free, blocks = self.groups[event.group].cached_free, event.blocks
+        group, blocks = self.groups[event.group], event.blocks
         self.checked += 1
+        cached_free = group.cached_free if group.adaptive is None else group.adaptive
         oldest = list(islice(cached_free, len(blocks)))
         if oldest == list(blocks):
             return
         for block, expected in zip(blocks, oldest, strict=False):
             if block != expected and block in cached_free:  # else PIN, VALID
+                why = "was released before it and never used since"
+                if group.adaptive is not None:
+                    why = "is before it in the order of ARC"
                 self.fail(
-                    f"block {block} was evicted ({event.cause}), but block {expected} was "
-                    "released before it and never used since",
+                    f"block {block} was evicted ({event.cause}), but block {expected} {why}",
                     group=event.group,
                     block=block,
                 )
                 return
+
+    def _slots_evicted(self, event: SlotsEvicted) -> None:
+        """The next victims go, but for those that the operation is about."""
+        tiers = self.books.tiers
+        if tiers is None or event.cause not in ("pressure", "request"):
+            return
+        self.checked += 1
+        tier = tiers.of(event.tier)[event.group]
+        spared = tiers.protected[event.group] if event.tier == "host" else ()
+        victims = islice((s for s in tier.order if s not in spared), len(event.slots))
+        for slot, expected in zip(event.slots, victims, strict=False):
+            if slot != expected and slot not in tier.busy and slot in tier.key_of:
+                self.fail(
+                    f"{event.tier} block {slot} was evicted ({event.cause}), but block {expected} "
+                    "was to go before it",
+                    group=event.group,
+                    block=slot,
+                    tier=event.tier,
+                )
+                return
+
+    def _copy_starts(self, event: TransferStarted) -> None:
+        """What it evicted is what it lacked."""
+        tiers, target = self.books.tiers, ENDS[event.kind][1]
+        if target == "device":
+            evicted = len(self.groups[event.group].evicting)
+            empty = self.groups[event.group].empty_free - evicted
+        else:
+            tier = tiers.of(target)[event.group] if tiers is not None else None
+            evicted = len(tier.evicting) if tier is not None else 0
+            empty = tier.empty - evicted if tier is not None else 0
+        if evicted:
+            self.checked += 1
+            if evicted > max(0, len(event.targets) - empty):
+                self.fail(
+                    f"{evicted} {target} blocks were evicted for the {len(event.targets)} that "
+                    f"transfer {event.transfer} needs, though {empty} were empty",
+                    group=event.group,
+                    tier=target,
+                )
 
     def _allocated(self, event: BlocksAllocated) -> None:
         if self.groups[event.group].evicting:
@@ -113,10 +163,10 @@ class Order(Check):
             )
 
     def audit(self) -> None:
-        if self.semantics.eviction_order != "lru":
+        if self.semantics.eviction_order == "any":
             return
         for group in self.books.groups:
-            expected = list(group.cached_free)
+            expected = list(group.cached_free if group.adaptive is None else group.adaptive)
             actual = list(self.view.free_blocks(group.group)[group.empty_free :])
             if actual != expected:
                 first = next(
@@ -128,4 +178,14 @@ class Order(Check):
                     f"they should be {expected[:8]}",
                     group=group.group,
                     block=first,
+                )
+        for tier in self.books.tiers.all if self.books.tiers is not None else ():
+            expected = list(tier.order)
+            actual = list(self.tiered.victims(tier.tier, tier.group))
+            if actual != expected:
+                self.fail(
+                    f"the next victims are {tier.tier} blocks {actual[:8]}, but they should be "
+                    f"{expected[:8]}",
+                    group=tier.group,
+                    tier=tier.tier,
                 )

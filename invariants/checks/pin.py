@@ -2,19 +2,28 @@
 
 Verifies: where the subject fences releases, that a request whose step is in flight gives up its
 blocks to that step and not to the free ones; that a fence opens when its step retires, for all
-that it holds, and not before; that no block with a holder is evicted.
+that it holds, and not before; that no block with a holder is evicted; that on lower tiers nothing
+is evicted that a transfer uses or a swapped request owns, and that pins are the ends of transfers
+in flight.
 
-Does not verify: pins of transfers between tiers (there are none at this level).
+Does not verify: pins of device blocks, which are references (REF).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from kvproof.invariants.events import BlocksEvicted, BlocksReleased, Event, ReleaseFenced
+from kvproof.invariants.events import (
+    BlocksEvicted,
+    BlocksReleased,
+    Event,
+    ReleaseFenced,
+    SlotsEvicted,
+)
 from kvproof.invariants.operations import Operation, Retire
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim, EventHandler
+from kvproof.invariants.slot_books import TierBooks
 
 
 class Pin(Check):
@@ -30,6 +39,11 @@ class Pin(Check):
             "A block that somebody holds is not evicted.",
             "bugs B15, B21, B54, B55; survey R11",
         ),
+        Claim(
+            "Both ends of a copy between tiers are pinned from its start to its end, and what is "
+            "pinned is not evicted.",
+            "bugs B17, B78, B79, B81, B100; survey T10, T11, E13",
+        ),
         Claim("A fence gives back exactly what it took, once.", "bugs B02, B17; survey E07"),
     )
     positive_control = "releases-ignore-steps-in-flight"
@@ -40,6 +54,8 @@ class Pin(Check):
         handlers: dict[type[Event], EventHandler] = {BlocksEvicted: self._evicted}
         if self.semantics.fences_releases:
             handlers |= {BlocksReleased: self._released, ReleaseFenced: self._fenced}
+        if self.books.tiers is not None:
+            handlers[SlotsEvicted] = self._slots_evicted
         return handlers
 
     def _evicted(self, event: BlocksEvicted) -> None:
@@ -52,6 +68,45 @@ class Pin(Check):
                 block=block,
             )
         self.checked += 1
+
+    def _slots_evicted(self, event: SlotsEvicted) -> None:
+        self.checked += 1
+        assert self.books.tiers is not None
+        busy = self.books.tiers.of(event.tier)[event.group].busy
+        if not busy.isdisjoint(event.slots):
+            slot = next(s for s in event.slots if s in busy)
+            self.fail(
+                f"{event.tier} block {slot} was evicted ({event.cause}) while a transfer used it "
+                "or a request owned it",
+                group=event.group,
+                block=slot,
+                tier=event.tier,
+            )
+
+    def settle(self) -> None:
+        if self.books.tiers is not None:
+            for tier in self.books.tiers.all:
+                if tier.touched:
+                    self._compare_pins(tier, tier.touched)
+
+    def audit(self) -> None:
+        if self.books.tiers is not None:
+            for tier in self.books.tiers.all:
+                if list(self.tiered.tier_pins(tier.tier, tier.group)) != tier.pins:
+                    self._compare_pins(tier, range(tier.capacity))
+
+    def _compare_pins(self, tier: TierBooks, slots: Sequence[int]) -> None:
+        actual, expected = self.tiered.tier_pins(tier.tier, tier.group), tier.pins
+        for slot in slots:
+            if actual[slot] != expected[slot]:
+                self.fail(
+                    f"{tier.tier} block {slot} has {actual[slot]} pins, but {expected[slot]} "
+                    "transfers in flight use it",
+                    group=tier.group,
+                    block=slot,
+                    tier=tier.tier,
+                )
+                return
 
     def _released(self, event: BlocksReleased) -> None:
         self.checked += 1

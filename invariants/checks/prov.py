@@ -2,8 +2,9 @@
 
 Verifies: when a step retires, that every slot it read, for each request and group, carries the
 tag of that request's own history (salt, adapter, media and all tokens up to the position): not
-poison, not another prefix; that steps read through the tables that the requests were given; in
-an audit, the same for all computed positions of all running requests.
+poison, not another prefix; that what was swapped out comes back; that steps read through the
+tables that the requests were given; in an audit, the same for all computed positions of all
+running requests.
 
 Does not verify: numerical values (a kernel's business); order of writes within one step, which
 is taken to write before it reads, as attention does layer by layer.
@@ -18,16 +19,13 @@ from kvproof.invariants.events import (
     BlockCopied,
     BlocksEvicted,
     BlocksReleased,
-    BlocksSwappedIn,
-    BlocksSwappedOut,
     Event,
-    HostBlocksReleased,
     StepItem,
     StepLaunched,
     StepRetired,
+    TransferEnded,
 )
 from kvproof.invariants.property import Check, Claim, EventHandler
-from kvproof.invariants.shadow import Shadow
 from kvproof.invariants.tags import EVICTED, FREED
 
 
@@ -49,7 +47,6 @@ class Prov(Check):
         ),
     )
     positive_control = "copy-on-write-copies-nothing"
-    _hosts: Sequence[Shadow] = ()
 
     def after_event(self) -> Mapping[type[Event], EventHandler]:
         return {
@@ -57,10 +54,8 @@ class Prov(Check):
             BlockCopied: self._copied,
             BlocksReleased: self._released,
             BlocksEvicted: self._evicted,
-            BlocksSwappedOut: self._swapped_out,
-            BlocksSwappedIn: self._swapped_in,
-            HostBlocksReleased: self._host_released,
             StepRetired: self._retired,
+            TransferEnded: self._transferred,
         }
 
     # -- bytes move ----------------------------------------------------------------------------
@@ -87,29 +82,16 @@ class Prov(Check):
             dead = [block for block in dead if block not in held]  # PIN
         self.shadows[event.group].poison(dead, EVICTED)
 
-    def _swapped_out(self, event: BlocksSwappedOut) -> None:
-        self.shadows[event.group].copy_blocks(
-            event.blocks, self._host(event.group), event.host_blocks
-        )
-
-    def _swapped_in(self, event: BlocksSwappedIn) -> None:
-        host = self._host(event.group)
-        host.copy_blocks(event.host_blocks, self.shadows[event.group], event.blocks)
-        host.poison(event.host_blocks, FREED)
-        request = self.books.known.get(event.request)
-        if request is not None:
-            # Only the copy brings these bytes back: they are read without being written again.
-            self._compare(request, event.group, 0, request.computed, request.tables[event.group])
-
-    def _host_released(self, event: HostBlocksReleased) -> None:
-        self._host(event.group).poison(event.host_blocks, FREED)
-
-    def _host(self, group: int) -> Shadow:
-        """Shadow of the group's host blocks, made when first used."""
-        if not self._hosts:
-            blocks = self.books.configuration.host_blocks
-            self._hosts = [Shadow(blocks, self.block_size) for _ in self.shadows]
-        return self._hosts[group]
+    def _transferred(self, event: TransferEnded) -> None:
+        """Only the copy brings a swapped request's bytes back: they are read as they are."""
+        tiers = self.books.tiers
+        if tiers is None or not tiers.ending or event.result != "completed":
+            return
+        transfer = tiers.ending[-1]
+        request = transfer.request
+        if transfer.kind == "swap_in" and request is not None:
+            table = request.tables[transfer.group]
+            self._compare(request, transfer.group, 0, transfer.tokens, table)
 
     # -- reads are checked -----------------------------------------------------------------------
 

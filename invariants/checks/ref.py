@@ -1,9 +1,9 @@
 """REF: a block's reference count is the number of its holders.
 
 Verifies: for each block that an operation touched, that the subject's count equals the number of
-block tables and fences that hold it by the events; that a request gives back exactly the blocks
-of its table, none twice, none below zero; in an audit, all counts, and that a block is free
-exactly when its count is 0.
+block tables, fences and transfers that hold it by the events; that a request gives back exactly
+the blocks of its table, none twice, none below zero; in an audit, all counts, and that a block is
+free exactly when its count is 0.
 
 Does not verify: counts of subjects that keep none (their adapters derive them from tables, so
 the comparison says little there); whether a shared block may be written (EXCL).
@@ -11,10 +11,12 @@ the comparison says little there); whether a shared block may be written (EXCL).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvproof.invariants.events import BlocksReleased, Event
+from kvproof.invariants.operations import Complete, Fail, Operation
+from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim, EventHandler
 
 _SMALL = 128
@@ -40,6 +42,8 @@ class Ref(Check):
         ),
     )
     positive_control = "fork-takes-no-reference"
+    concludes_on = (Complete, Fail)
+    concludes_when = ("done",)
 
     def before_event(self) -> Mapping[type[Event], EventHandler]:
         return {BlocksReleased: self._released}
@@ -78,6 +82,24 @@ class Ref(Check):
             if number == event.request:
                 return tables[event.group]
         return None
+
+    def conclude(self, operation: Operation, outcome: Outcome) -> None:
+        """What a transfer let go is free now, and soon another's."""
+        tiers = self.books.tiers
+        for transfer in tiers.ending if tiers is not None else ():
+            for tier, blocks in (
+                (transfer.source, transfer.sources),
+                (transfer.target, transfer.targets),
+            ):
+                if tier == "device":
+                    self._compare(transfer.group, blocks)
+
+    def _compare(self, group: int, blocks: Sequence[int]) -> None:
+        actual, expected = self.view.ref_counts(group), self.groups[group].refs
+        for block in blocks:
+            if actual[block] != expected[block]:
+                self._wrong_count(group, block, actual[block], expected[block])
+                return
 
     def settle(self) -> None:
         for group in self.groups:

@@ -69,6 +69,8 @@ class Resume_(Check):
     def _misplaced(self, item: StepItem, request: RequestModel) -> str | None:
         if not request.running:
             return "which is preempted"
+        if request.loading:
+            return "whose KV is still on its way back from the host"
         if item.epoch != request.epoch:
             return f"as of its epoch {item.epoch}, but it was preempted {request.epoch} times"
         start = item.start

@@ -3,8 +3,10 @@
 Verifies: that a block is published only when all of its slots hold the KV that its key stands
 for (or, where the subject declares early publication, once the step that owes it is retired);
 that a completed block does become findable; that a hit names blocks that are findable; that
-an evicted, reused or reset block's key leads nowhere; in an audit, that the subject's index
-holds exactly the entries that the events left, each with its content.
+an evicted, reused or reset block's key leads nowhere; that host and disk find exactly what was
+copied there and not evicted since, and really hold it; that damage is met and not served; that a
+restart loses nothing that was wholly written, and finds nothing that was not; in an audit, that
+the subject's indices hold exactly the entries that the events left, each with its content.
 
 Does not verify: that keys tell contents apart (KEY); which block is evicted (ORDER).
 """
@@ -14,14 +16,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvproof.invariants.books import GroupBooks, RequestModel
+from kvproof.invariants.checks.valid_tiers import Below
 from kvproof.invariants.events import (
     BlocksAllocated,
     BlocksPublished,
     BlocksReused,
     Event,
+    SlotsEvicted,
     StepRetired,
+    TierReopened,
+    TransferEnded,
 )
-from kvproof.invariants.operations import Operation, Retire
+from kvproof.invariants.operations import (
+    Cancel,
+    Complete,
+    Corrupt,
+    Fail,
+    Offload,
+    Operation,
+    Promote,
+    Reset,
+    Retire,
+)
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim, EventHandler
 
@@ -43,20 +59,36 @@ class Valid(Check):
             "survey R04, R11 (cached-free); bug B52 (a cache that never hits)",
         ),
         Claim("A hit names findable blocks only.", "survey R06, E08"),
+        Claim(
+            "A lower tier finds what was copied there, and nothing that was evicted, damaged or "
+            "half written.",
+            "chapter, tiering: no incomplete bytes; bugs B33, B43, B60, B75, B85; survey T08, T25",
+        ),
     )
     positive_control = "stale-key-after-reuse"
-    concludes_on = (Retire,)
+    concludes_on = (Retire, Offload, Promote, Complete, Fail, Cancel, Corrupt, Reset)
     concludes_when = ("done",)
 
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        tiers = self.books.tiers
+        self._below = None if tiers is None else Below(self, tiers)
+
     def before_event(self) -> Mapping[type[Event], EventHandler]:
-        return {
+        handlers: dict[type[Event], EventHandler] = {
             BlocksAllocated: self._allocated,
             BlocksReused: self._reused,
             BlocksPublished: self._published,
         }
+        if self._below is not None:
+            handlers |= {SlotsEvicted: self._below.evicted, TierReopened: self._below.reopened}
+        return handlers
 
     def after_event(self) -> Mapping[type[Event], EventHandler]:
-        return {StepRetired: self._pay} if self._early else {}
+        handlers: dict[type[Event], EventHandler] = {StepRetired: self._pay} if self._early else {}
+        if self._below is not None:
+            handlers[TransferEnded] = self._below.ended
+        return handlers
 
     @property
     def _early(self) -> bool:
@@ -154,6 +186,10 @@ class Valid(Check):
                     return
 
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
+        if not isinstance(operation, Retire):
+            if self._below is not None:
+                self._below.conclude(operation)
+            return
         retired, size = self.books.retired, self.block_size
         if retired is None or not self.books.configuration.prefix_caching:
             return
@@ -163,6 +199,8 @@ class Valid(Check):
                 self._completed_is_findable(request, first, last)
 
     def settle(self) -> None:
+        if self._below is not None:
+            self._below.settle()
         for group in self.groups:
             keys = group.touched_keys
             if keys:
@@ -207,6 +245,8 @@ class Valid(Check):
             return
 
     def audit(self) -> None:
+        if self._below is not None:
+            self._below.audit()
         for group in self.groups:
             index, blocks_of = self.view.index(group.group), group.blocks_of
             if index != blocks_of:  # always so, if it is no dict

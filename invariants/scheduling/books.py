@@ -9,7 +9,7 @@ Costs: an iteration's work follows its parts, however many requests wait.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 
 from msgspec import Struct
@@ -17,8 +17,10 @@ from msgspec import Struct
 from kvproof.invariants.books import Books
 from kvproof.invariants.events import Event
 from kvproof.invariants.operations import Arrive
+from kvproof.invariants.outcomes import HIT_PENDING
 from kvproof.invariants.scheduling.vocabulary import (
     Completed,
+    Deferred,
     Limits,
     Part,
     Promises,
@@ -26,6 +28,8 @@ from kvproof.invariants.scheduling.vocabulary import (
     RequestArrived,
     RequestCancelled,
     Scheduled,
+    TransferDelivered,
+    TransferQueued,
 )
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.tags import Tags, prompt_tags
@@ -158,12 +162,17 @@ class Figures:
     __slots__ = (
         "admissions",
         "batch_size",
+        "copies",
+        "copy_busy_ns",
+        "copy_time_ns",
         "offloaded_blocks",
         "preemptions",
         "prefix_cache_hits",
         "prefix_cache_queries",
         "promoted_blocks",
         "resumptions",
+        "stall_ns",
+        "stalls",
         "steps",
     )
 
@@ -177,6 +186,14 @@ class Figures:
         self.promoted_blocks = 0
         self.steps = 0
         self.batch_size = 0
+        self.stalls = 0
+        """Request-iterations that were deferred, and the time until the next plan of each."""
+        self.stall_ns = 0
+        self.copies: Counter[str] = Counter()
+        """By kind: copies that were delivered, how long that took from their start, and how long
+        they were served."""
+        self.copy_time_ns: Counter[str] = Counter()
+        self.copy_busy_ns: Counter[str] = Counter()
 
 
 class SchedulingBooks:
@@ -210,6 +227,13 @@ class SchedulingBooks:
         """Requests that the latest completion or cancellation ended."""
         self.owed_tokens = 0
         """Prompt and output tokens of all live requests."""
+        self.deferred: tuple[int, ...] = ()
+        """Waiting requests whose KV is said to be on its way, since …"""
+        self.deferred_ns = 0
+        self.copies: dict[int, TransferQueued] = {}
+        """In flight, by their start."""
+        self.channel_free_ns: dict[str, int] = {}
+        """By kind of copy: when all that is queued will have been served."""
         self.figures = Figures()
         self.strays: list[str] = []
         """What an event said about requests or steps that there are not."""
@@ -219,6 +243,9 @@ class SchedulingBooks:
             Scheduled: self._schedule,
             Completed: self._complete,
             RequestCancelled: self._cancel,
+            Deferred: self._defer,
+            TransferQueued: self._queue_copy,
+            TransferDelivered: self._deliver,
         }
 
     # -- what checks ask -----------------------------------------------------------------------
@@ -229,7 +256,7 @@ class SchedulingBooks:
 
     def free_blocks(self) -> int:
         """Blocks that an allocation may take, in the group that has the fewest."""
-        return min([group.usable - group.referenced for group in self.cache.groups])
+        return min([group.free for group in self.cache.groups])
 
     def held_blocks(self, request: LiveRequest) -> int:
         """Blocks in the request's table."""
@@ -241,6 +268,47 @@ class SchedulingBooks:
     def fenced(self) -> bool:
         """Whether blocks that were given back are not free yet."""
         return any(step.fenced for step in self.cache.steps)
+
+    def held_back(self, request: LiveRequest) -> bool:
+        """Whether it may not be admitted: it waits for KV, or behind one that does."""
+        deferred = self.deferred
+        return bool(deferred) and request.state == "waiting" and request.id >= deferred[0]
+
+    def on_its_way(self, request: LiveRequest) -> bool:
+        """Whether the first block of its prompt that the device lacks is being copied towards it.
+
+        Also if nobody told what its prompt is.
+        """
+        tiers, tags = self.cache.tiers, request.prompt()
+        if tags is None:
+            return True
+        row = self.longest_hit(tags)
+        tag = (row + 1) * self.block_size - 1
+        if tiers is None or tag >= len(tags) - 1:
+            return False
+        return tiers.answer(tags[tag]) == HIT_PENDING
+
+    def longest_hit(self, tags: Tags[int]) -> int:
+        """Rows of the longest prefix that is findable in every group, below the last token."""
+        size = self.block_size
+        rows = (len(tags) - 1) // size if self.configuration.prefix_caching else 0
+        for group in self.cache.groups:
+            known, limit, rows = group.key_of_tag, rows, 0
+            while rows < limit and tags[rows * size + size - 1] in known:
+                rows += 1
+        return rows
+
+    def only_copied(self) -> bool:
+        """Whether blocks are held by copies in flight and by nobody else: they will be free."""
+        tiers = self.cache.tiers
+        for copy in tiers.in_flight.values() if tiers is not None else ():
+            if copy.source != "device" and copy.target != "device":
+                continue
+            refs = self.cache.groups[copy.group].refs
+            blocks = copy.sources if copy.source == "device" else copy.targets
+            if any(refs[block] == 1 for block in blocks):
+                return True
+        return False
 
     def least_tokens(self, request: LiveRequest) -> int:
         """The fewest tokens that an iteration may compute of a ready request."""
@@ -399,3 +467,30 @@ class SchedulingBooks:
             request.first_token_ns = now_ns
         if request.sampled >= request.output_tokens:
             self._end(request)
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def _defer(self, event: Deferred) -> None:
+        live = [number for number in self.deferred if number in self.live]
+        figures = self.figures
+        figures.stall_ns += len(live) * (event.now_ns - self.deferred_ns)
+        figures.stalls += len(event.requests)
+        self.deferred, self.deferred_ns = event.requests, event.now_ns
+
+    def _queue_copy(self, event: TransferQueued) -> None:
+        self.copies[event.transfer] = event
+        self.channel_free_ns[event.kind] = event.due_ns
+
+    def _deliver(self, event: TransferDelivered) -> None:
+        copy = self.copies.pop(event.transfer, None)
+        if copy is None:
+            return  # METER
+        figures, kind = self.figures, copy.kind
+        figures.copies[kind] += 1
+        figures.copy_time_ns[kind] += event.now_ns - copy.now_ns
+        figures.copy_busy_ns[kind] += service_ns(copy)
+
+
+def service_ns(copy: TransferQueued) -> int:
+    """How long a copy takes once its turn has come."""
+    return copy.latency_ns + copy.bytes * copy.ps_per_byte // 1000

@@ -23,6 +23,7 @@ from kvproof.invariants.scheduling.view import SchedulerView
 from kvproof.invariants.scheduling.vocabulary import (
     BlocksCounted,
     Completed,
+    Deferred,
     Limits,
     PlanRejected,
     Promises,
@@ -30,6 +31,8 @@ from kvproof.invariants.scheduling.vocabulary import (
     RequestCancelled,
     Scheduled,
     SchedulerEvent,
+    TransferDelivered,
+    TransferQueued,
 )
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Violation
@@ -46,6 +49,9 @@ EVENT_TYPES: tuple[type[SchedulerEvent], ...] = (
     Scheduled,
     Completed,
     RequestCancelled,
+    Deferred,
+    TransferQueued,
+    TransferDelivered,
 )
 
 

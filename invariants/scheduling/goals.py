@@ -14,7 +14,12 @@ from kvproof.invariants.operations import Arrive, Operation
 from kvproof.invariants.outcomes import LARGER_THAN_MODEL, LARGER_THAN_POOL, Outcome
 from kvproof.invariants.property import EventHandler
 from kvproof.invariants.scheduling.books import Item, SchedulingBooks
-from kvproof.invariants.scheduling.vocabulary import Completed, RequestCancelled, Scheduled
+from kvproof.invariants.scheduling.vocabulary import (
+    Completed,
+    Deferred,
+    RequestCancelled,
+    Scheduled,
+)
 
 
 def _goal(id: str, situation: str, *needs: str, rare: bool = False) -> Goal:
@@ -95,6 +100,21 @@ SCHEDULING_GOALS: tuple[Goal, ...] = (
         "runs-ahead",
         rare=True,
     ),
+    _goal(
+        "deferred-for-kv",
+        "a waiting request is held back while KV of its prompt is on its way",
+        "arrive",
+        "wait",
+        "tiers",
+    ),
+    _goal(
+        "promoted-before-admission",
+        "a request is admitted with a hit on KV that it was held back for",
+        "arrive",
+        "wait",
+        "tiers",
+        rare=True,
+    ),
     _goal("finished", "a request gets its last output token", "arrive"),
     _goal("refused-for-ever", "a request that can never fit is refused", "arrive"),
     _goal("refused-by-model", "a request is longer than the model takes", "arrive", rare=True),
@@ -119,6 +139,8 @@ class SchedulingGoals:
         self._books = books
         self._finished = False
         """Whether a request finished since the latest iteration."""
+        self._held_back: dict[int, int] = {}
+        """Requests that were deferred, and what of their prompts was findable then, in rows."""
 
     def before_event(self) -> Mapping[type[Event], EventHandler]:
         return {
@@ -128,7 +150,11 @@ class SchedulingGoals:
         }
 
     def after_event(self) -> Mapping[type[Event], EventHandler]:
-        return {Scheduled: self._scheduled, Completed: self._completed}
+        return {
+            Scheduled: self._scheduled,
+            Completed: self._completed,
+            Deferred: self._deferred,
+        }
 
     # -- iterations ------------------------------------------------------------------------------
 
@@ -152,6 +178,8 @@ class SchedulingGoals:
             hits["prefix-hit-at-admission"] += any(
                 request.cached_tokens > 0 for request in books.entered if not request.preemptions
             )
+            if self._held_back:
+                self._promoted(event)
         self._finished = False
         if event.parts:
             self._parts(books.items)
@@ -159,6 +187,24 @@ class SchedulingGoals:
             hits["no-block-left"] += 1
         if books.waiting:
             self._queue()
+
+    def _deferred(self, event: Deferred) -> None:
+        hits, books = self.hits, self._books
+        hits["deferred-for-kv"] += bool(event.requests)
+        for number in event.requests:
+            request = books.waiting.get(number)
+            if request is None or number in self._held_back:
+                continue
+            tags = request.prompt()
+            if tags is not None:
+                self._held_back[number] = books.longest_hit(tags)
+
+    def _promoted(self, event: Scheduled) -> None:
+        for number in event.admitted:
+            rows, request = self._held_back.pop(number, None), self._books.live.get(number)
+            if rows is not None and request is not None:
+                found = request.cached_tokens // self._books.block_size
+                self.hits["promoted-before-admission"] += found > rows
 
     def _parts(self, items: list[Item]) -> None:
         hits = self.hits

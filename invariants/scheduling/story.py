@@ -7,11 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from kvproof.invariants.events import Event
 from kvproof.invariants.scheduling.vocabulary import (
     Completed,
+    Deferred,
     PlanRejected,
     RequestArrived,
     RequestCancelled,
     Scheduled,
+    TransferDelivered,
+    TransferQueued,
 )
+from kvproof.invariants.verdict import counted
 
 _TOLD = 14
 """The latest so many sentences; what came before is only counted."""
@@ -48,6 +52,13 @@ def _clauses(events: Iterable[Event]) -> Iterator[tuple[str, str]]:
                 yield f"step {event.step} ends", f"and with it {_names(event.finished)}"
             case RequestCancelled():
                 yield f"r{event.request}", "is aborted"
+            case Deferred() if event.requests:
+                yield _names(event.requests), "is deferred: KV is on its way"
+            case TransferQueued():
+                blocks = counted(event.blocks, "block")
+                yield f"transfer {event.transfer}", f"({event.kind} of {blocks}) is queued"
+            case TransferDelivered():
+                yield f"transfer {event.transfer}", "arrives"
 
 
 def said_of(event: Scheduled) -> str:

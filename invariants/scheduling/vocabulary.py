@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from kvproof.invariants.events import Event
+from kvproof.invariants.events import Event, TransferKind
 
 QueueState = Literal["waiting", "running", "preempted", "swapped"]
 """Of a live request: waiting since its arrival; running; preempted, to be recomputed; swapped out
@@ -163,3 +163,36 @@ class RequestCancelled(SchedulerEvent, frozen=True, gc=False):
     """A live request was aborted."""
 
     request: int
+
+
+class Deferred(SchedulerEvent, frozen=True, gc=False):
+    """Before a plan: KV of these waiting requests is on its way to the device.
+
+    Neither they nor any that arrived after the first of them can be admitted.  That holds until
+    the next event of this kind, which comes before each further plan up to one with nobody.
+    """
+
+    requests: tuple[int, ...]
+    now_ns: int
+
+
+class TransferQueued(SchedulerEvent, frozen=True, gc=False):
+    """The scheduler has started a copy; copies of one kind are served one after another."""
+
+    transfer: int
+    kind: TransferKind
+    blocks: int
+    bytes: int
+    now_ns: int
+    due_ns: int
+    """When all of its bytes will have arrived."""
+    latency_ns: int
+    ps_per_byte: int
+    """What it takes, once its turn has come: so long, and so much for each byte."""
+
+
+class TransferDelivered(SchedulerEvent, frozen=True, gc=False):
+    """The scheduler has noticed that a copy has arrived, and ended it."""
+
+    transfer: int
+    now_ns: int

@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from kvproof.engine.eviction import EvictionPolicy, LeastRecentlyUsed
+from kvproof.engine.eviction import EVICTION_ORDERS, EvictionPolicyFactory
 from kvproof.engine.policies import POLICIES, POLICY_NAMES
 from kvproof.engine.policy import Promises, SchedulerPolicy
 from kvproof.invariants.errors import InputError
 
-EVICTION_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed}
-_EVICTION_METHODS = ("insert", "remove", "victim", "__iter__", "__len__")
+EVICTION_POLICIES = EVICTION_ORDERS
+_EVICTION_METHODS = ("insert", "remove", "victim", "evicted", "__iter__", "__len__")
 
 
 def policy_factory(name: str, *, imports: bool = True) -> Callable[[], SchedulerPolicy]:
@@ -45,7 +45,7 @@ def policy_factory(name: str, *, imports: bool = True) -> Callable[[], Scheduler
     return factory
 
 
-def eviction_factory(name: str, *, imports: bool = True) -> Callable[[], EvictionPolicy]:
+def eviction_factory(name: str, *, imports: bool = True) -> EvictionPolicyFactory:
     """The eviction policy of that name, or ``MODULE:CLASS`` or ``FILE.py:CLASS``.
 
     Raises InputError.
@@ -58,8 +58,8 @@ def eviction_factory(name: str, *, imports: bool = True) -> Callable[[], Evictio
         raise InputError(
             f"eviction policy {name!r} lacks {', '.join(lacking)}: see kvproof.engine.eviction"
         )
-    _made(name, policy)
-    factory: Callable[[], EvictionPolicy] = policy
+    _made(name, lambda: policy(1))
+    factory: EvictionPolicyFactory = policy
     return factory
 
 
@@ -103,7 +103,7 @@ def imported_class(name: str, *, imports: bool = True) -> Any:
 
 
 def _made(name: str, policy: Callable[[], object]) -> object:
-    """A class that cannot be called without arguments is bad input, not a finding."""
+    """A class that cannot be called as it will be is bad input, not a finding."""
     try:
         return policy()
     except (Exception, SystemExit) as error:

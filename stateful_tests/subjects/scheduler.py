@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvproof.engine.clock import CostModel, VirtualClock
-from kvproof.engine.eviction import EvictionPolicyFactory, LeastRecentlyUsed
+from kvproof.engine.eviction import EvictionPolicyFactory
 from kvproof.engine.policy import Plan, SchedulerPolicy, SchedulerState
 from kvproof.engine.scheduler import Scheduler
 from kvproof.invariants.errors import InputError
@@ -18,6 +18,7 @@ from kvproof.invariants.operations import (
     Retire,
     Run,
     Schedule,
+    Wait,
 )
 from kvproof.invariants.outcomes import SKIPPED, Outcome
 from kvproof.invariants.scheduling.vocabulary import Promises, QueueState, SchedulerEvent
@@ -77,7 +78,7 @@ class SchedulerSubject:
     ``connect`` puts a checker between the two, and makes the scheduler tell its events.
     """
 
-    capabilities = frozenset(SCHEDULER_KINDS) - {"wait"}
+    capabilities = frozenset(SCHEDULER_KINDS)
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class SchedulerSubject:
         *,
         policy: PolicyFactory,
         name: str = "scheduler",
-        eviction: EvictionPolicyFactory = LeastRecentlyUsed,
+        eviction: EvictionPolicyFactory | None = None,
         clock: VirtualClock | None = None,
         cost: CostModel | None = None,
     ) -> None:
@@ -116,6 +117,7 @@ class SchedulerSubject:
             Run: lambda operation: self.scheduler.run(operation.iterations),
             Retire: lambda operation: self.scheduler.retire(),
             Abort: self._abort,
+            Wait: lambda operation: self.scheduler.wait(operation.ns),
         }
 
     def connect(

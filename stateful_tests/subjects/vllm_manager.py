@@ -340,9 +340,6 @@ class VllmManagerView:
     def table(self, request: int, group: int) -> Sequence[int]:
         return [block.block_id for block in self._subject.table(self._subject.live[request])]
 
-    def free_host_count(self, group: int) -> int:
-        return 0
-
     def steps_in_flight(self) -> Sequence[int]:
         return [step.step for step in self._subject.steps]
 

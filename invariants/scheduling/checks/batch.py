@@ -6,8 +6,8 @@ promised, that some request is admitted whenever budget, sequences and blocks ar
 that wait, to their ends.
 
 Does not verify: policies that promise neither (a static batch is a barrier by intent); work
-conservation while more than eight requests wait, or blocks are fenced; which of the waiting
-requests enters (FCFS, PRIORITY).
+conservation while more than eight requests wait, or blocks are fenced; requests whose KV is on its
+way, and those behind them (LIVE); which of the waiting requests enters (FCFS, PRIORITY).
 """
 
 from __future__ import annotations
@@ -96,7 +96,10 @@ class Batch(SchedulingCheck):
         if books.entered or not 0 < count <= WAITING_AT_MOST or books.fenced():
             return
         waiting = [*books.displaced.values(), *books.waiting.values()]
-        if not all(request.ready for request in waiting):
+        if books.deferred:
+            waiting = [request for request in waiting if not books.held_back(request)]
+            count = len(waiting)
+        if not waiting or not all(request.ready for request in waiting):
             return
         self.checked += 1
         chunked = self.limits.chunked_prefill

@@ -10,15 +10,17 @@ the policy heeds the answer (BUDGET, and a plan that does not fit is rejected).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from kvproof.invariants.books import GroupBooks
 from kvproof.invariants.events import Event
 from kvproof.invariants.property import Claim, EventHandler
-from kvproof.invariants.scheduling.books import LiveRequest
+from kvproof.invariants.scheduling.books import LiveRequest, SchedulingBooks
+from kvproof.invariants.scheduling.hits import Hits
 from kvproof.invariants.scheduling.property import SchedulingCheck
+from kvproof.invariants.scheduling.view import SchedulerView
 from kvproof.invariants.scheduling.vocabulary import BlocksCounted
 from kvproof.invariants.tags import Tags
+from kvproof.invariants.verdict import Violation
 
 
 class Fit(SchedulingCheck):
@@ -38,6 +40,12 @@ class Fit(SchedulingCheck):
         ),
     )
     positive_control = "cached-free-hits-count-as-free"
+
+    def __init__(
+        self, books: SchedulingBooks, view: SchedulerView, report: Callable[[Violation], None]
+    ) -> None:
+        super().__init__(books, view, report)
+        self._hits = Hits(books.cache)
 
     def after_event(self) -> Mapping[type[Event], EventHandler]:
         return {BlocksCounted: self._counted}
@@ -76,34 +84,11 @@ class Fit(SchedulingCheck):
         tags = self._tags(request)
         if tags is None:
             return None
-        hits = self._longest_hit(tags)
-        revived = max([self._revived(group, tags, hits) for group in books.cache.groups])
-        return max(0, rows - hits) + revived, hits * books.block_size
+        hit = self._hits.of(request.id, tags)
+        return max(0, rows - hit.rows) + hit.revived, hit.rows * books.block_size
 
     def _tags(self, request: LiveRequest) -> Tags[int] | None:
         if request.cache_request is None:
             return request.prompt()
         model = self.books.cache.requests.get(request.cache_request)
         return None if model is None else model.tags
-
-    def _longest_hit(self, tags: Tags[int]) -> int:
-        """Rows of the longest prefix that is findable in every group, below the last token."""
-        size = self.books.block_size
-        rows = (len(tags) - 1) // size if self.configuration.prefix_caching else 0
-        for group in self.books.cache.groups:
-            known, limit, rows = group.key_of_tag, rows, 0
-            while rows < limit and tags[rows * size + size - 1] in known:
-                rows += 1
-        return rows
-
-    def _revived(self, group: GroupBooks, tags: Tags[int], hits: int) -> int:
-        """Blocks of the hit that nobody holds: they are taken out of the free ones."""
-        size, refs = self.books.block_size, group.refs
-        blocks_of, key_of_tag = group.blocks_of, group.key_of_tag
-        # Of several equal blocks the one that was indexed first is reused.
-        return sum(
-            [
-                refs[blocks_of[key_of_tag[tag]][0]] == 0
-                for tag in tags[size - 1 : hits * size : size]
-            ]
-        )

@@ -1,10 +1,11 @@
 """LIVE: every request that is accepted is served, and none is accepted that cannot be.
 
 Verifies: an arrival is refused exactly when the request could never fit, at once; with nothing in
-flight, no more than a few iterations in a row run nothing, there is no excuse; no request is
-preempted over and over while everything returns to the same state; once arrivals and aborts stop,
-somebody gets an output token within as many iterations as it would take to serve all live requests
-one token after the other.  Output tokens are finite, so all of them finish.
+flight, no more than a few iterations in a row run nothing, there is no excuse; who is made to wait
+for KV waits for a copy in flight, whose end METER sees; no request is preempted over and over
+while everything returns to the same state; once arrivals and aborts stop, somebody gets an output
+token within as many iterations as it would take to serve all live requests one token after the
+other.  Output tokens are finite, so all of them finish.
 
 Does not verify: fairness (STARVE, FCFS); how much is recomputed while somebody makes progress;
 runs that stop before the bound is reached.
@@ -25,6 +26,7 @@ from kvproof.invariants.scheduling.property import SchedulingCheck
 from kvproof.invariants.scheduling.view import SchedulerView
 from kvproof.invariants.scheduling.vocabulary import (
     Completed,
+    Deferred,
     RequestArrived,
     RequestCancelled,
     Scheduled,
@@ -46,11 +48,22 @@ def _in_flight(books: SchedulingBooks) -> bool:
     return bool(books.flights)
 
 
+def _kv_on_its_way(books: SchedulingBooks) -> bool:
+    waiting = [books.waiting[number] for number in books.deferred if number in books.waiting]
+    return any(books.on_its_way(request) for request in waiting)
+
+
+def _copied(books: SchedulingBooks) -> bool:
+    return books.only_copied()
+
+
 EXCUSES: tuple[tuple[str, Callable[[SchedulingBooks], bool]], ...] = (
     (
         "a step is in flight: its samples, or the blocks that it fences, may be waited for",
         _in_flight,
     ),
+    ("KV of a waiting request is on its way: it may be waited for", _kv_on_its_way),
+    ("a copy in flight holds blocks that nobody else holds: they will be free", _copied),
 )
 """All that excuses an iteration in which nothing is run, each with its proof."""
 
@@ -71,6 +84,10 @@ class Live(SchedulingCheck):
             "While requests are live, something runs: no two requests wait for each other's "
             "blocks.",
             "bugs B140, B144, B155; survey K16, K18",
+        ),
+        Claim(
+            "A request is made to wait for KV only while that is on its way to the device.",
+            "survey T09, E11; bug B95",
         ),
         Claim(
             "A request is not preempted and resumed for ever without anybody's progress.",
@@ -104,6 +121,7 @@ class Live(SchedulingCheck):
             RequestCancelled: self._changed,
             Scheduled: self._scheduled,
             Completed: self._completed,
+            Deferred: self._deferred,
         }
 
     def _changed(self, event: Event) -> None:
@@ -130,6 +148,22 @@ class Live(SchedulingCheck):
             self._drains()
         elif self.books.live and not any(excuses(self.books) for _, excuses in EXCUSES):
             self._stands_still()
+
+    # -- waiting for KV ---------------------------------------------------------------------------
+
+    def _deferred(self, event: Deferred) -> None:
+        books = self.books
+        for number in event.requests:
+            self.checked += 1
+            request = books.waiting.get(number)
+            if request is None:
+                self.fail(f"request {number} is deferred, but does not wait", request=number)
+            elif not books.on_its_way(request):
+                self.fail(
+                    f"request {number} is deferred, but no copy in flight brings the first block "
+                    "of its prompt that the device lacks",
+                    request=number,
+                )
 
     # -- stalls ----------------------------------------------------------------------------------
 

@@ -2,8 +2,9 @@
 
 Verifies: that no plan is rejected and no policy fails; that an iteration runs live, ready requests
 once each, for no more tokens than are pending, and none that it preempts; that the requests it
-admits, resumes, preempts or swaps out are in the queues from which that is possible; that without
-chunked prefill each prompt is computed in one iteration.
+admits, resumes, preempts or swaps out are in the queues from which that is possible; that it admits
+nobody who waits for KV that is on its way, or behind one that does; that without chunked prefill
+each prompt is computed in one iteration.
 
 Does not verify: whether a plan is a good one; the limits of an iteration (BUDGET); the order in
 which a policy serves its queues (FCFS, PRIORITY).
@@ -36,6 +37,11 @@ class Plan(SchedulingCheck):
             "survey Q02, Q18, Q23",
         ),
         Claim("A request that an iteration preempts does not run in it.", "bug B65; survey K14"),
+        Claim(
+            "Nobody whose KV is on its way is admitted before it has come, and nobody overtakes "
+            "them.",
+            "survey T09, E11, Q12",
+        ),
         Claim("Without chunked prefill, a prompt is computed in one iteration.", "survey Q08"),
     )
     positive_control = "preempted-request-still-runs"
@@ -83,6 +89,8 @@ class Plan(SchedulingCheck):
                     f"iteration {event.iteration} preempts request {number} and runs it",
                     request=number,
                 )
+        for number in event.admitted:
+            self._must_be_shown(event, number)
         self._compare_queues(event, named)
 
     def _must_run(self, number: int, what: str) -> None:
@@ -91,6 +99,16 @@ class Plan(SchedulingCheck):
         if state != "running":
             self.fail(
                 f"an iteration {what} request {number}, which is {state}, not running",
+                request=number,
+            )
+
+    def _must_be_shown(self, event: Scheduled, number: int) -> None:
+        request = self.books.live.get(number)
+        if request is not None and self.books.held_back(request):
+            first = self.books.deferred[0]
+            self.fail(
+                f"iteration {event.iteration} admits request {number}, while KV is on its way to "
+                + (f"request {first}, which arrived before" if first < number else "it"),
                 request=number,
             )
 

@@ -4,8 +4,9 @@ Verifies: where it is promised, that no iteration admits a request while one of 
 number waits, preempted and swapped ones included; and that none is preempted while one of a larger
 number keeps running.
 
-Does not verify: the order among requests of the same priority; which running requests are served
-when the budget does not suffice for all of them.
+Does not verify: the order among requests of the same priority, or of those whose KV is on its way
+and of all behind them (LIVE, FCFS); which running requests are served when the budget does not
+suffice for all of them.
 """
 
 from __future__ import annotations
@@ -111,13 +112,13 @@ class Priority(SchedulingCheck):
             heappop(self._priorities)
         for request in self._ready(self._priorities[:1]):
             return request
-        # All of that priority wait for a sample from before their preemption: that is rare.
+        # All of that priority wait for a sample from before their preemption, or for KV: rare.
         return next(self._ready(sorted(self._waiting)), None)
 
     def _ready(self, priorities: list[int]) -> Iterator[LiveRequest]:
         for priority in priorities:
             for request in self._waiting[priority].values():
-                if request.ready:
+                if request.ready and not self.books.held_back(request):
                     yield request
 
     def _preempted(self, event: Scheduled, displaced: list[LiveRequest]) -> None:

@@ -3,8 +3,9 @@
 Verifies: where a bound is promised, that no live, ready request is left out of more iterations in
 a row than that, each of which ran a request that arrived later.
 
-Does not verify: waiting in a queue behind older requests, which is load and not starvation; of
-very many that are overtaken at once, more than the eight that arrived first.
+Does not verify: waiting in a queue behind older requests, which is load and not starvation; for
+KV that is on its way (LIVE); of very many that are overtaken at once, more than the eight that
+arrived first.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Starve(SchedulingCheck):
         counted: dict[int, int] = {}
         for request in islice(left_out, _LOOKED_AT):
             before = self._overtaken.get(request.id, 0)
-            overtaken = request.id < latest and request.ready
+            waits = request.ready and not self.books.held_back(request)
+            overtaken = request.id < latest and waits
             counted[request.id] = before + 1 if overtaken else 0
             self._judge(event, request, counted[request.id])
         self._overtaken = counted

@@ -1,0 +1,183 @@
+"""VALID below the device: what host and disk find is what was copied there, and is really there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvproof.invariants.events import SlotsEvicted, TierReopened, TransferEnded
+from kvproof.invariants.operations import Corrupt, Operation, Reset, Tier
+from kvproof.invariants.property import Check
+from kvproof.invariants.slot_books import TierBooks
+from kvproof.invariants.tier_books import Tiers
+
+
+class Below:
+    """The part of VALID that looks at tiers below the device; it reports through that check."""
+
+    def __init__(self, check: Check, tiers: Tiers) -> None:
+        self._check = check
+        self._tiers = tiers
+        self._written: list[tuple[TierBooks, int]] = []
+        """Slots that became findable, or survived a restart, since the last settlement."""
+        self._damaged: list[tuple[TierBooks, list[int]]] = []
+        """Slots whose damage was met and that must go, of this operation."""
+
+    def _fail(self, tier: TierBooks, slot: int | None, message: str) -> None:
+        self._check.fail(message, group=tier.group, block=slot, tier=tier.tier)
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def evicted(self, event: SlotsEvicted) -> None:
+        """Before the books: what goes was there, under these keys."""
+        tier = self._tiers.of(event.tier)[event.group]
+        for slot, key in zip(event.slots, event.keys, strict=True):
+            if tier.key_of.get(slot) != key:
+                self._fail(
+                    tier,
+                    slot,
+                    f"{tier.tier} block {slot} is evicted ({event.cause}), but nothing is findable "
+                    f"there under key {key.hex()[:12]}…",
+                )
+        if event.cause == "corrupt":
+            self._drop(tier, list(event.slots))
+
+    def _drop(self, tier: TierBooks, slots: list[int]) -> None:
+        expected = [damaged for books, damaged in self._damaged if books is tier]
+        self._damaged = [(books, damaged) for books, damaged in self._damaged if books is not tier]
+        if expected != [slots]:
+            self._fail(
+                tier,
+                slots[0] if slots else None,
+                f"{tier.tier} blocks {slots} are dropped as damaged, but damage was met in "
+                f"{expected[0] if expected else []}",
+            )
+
+    def ended(self, event: TransferEnded) -> None:
+        """After the books: what a completed copy brought is to be looked at."""
+        if not self._tiers.ending:
+            return
+        transfer = self._tiers.ending[-1]
+        if event.result == "completed" and transfer.keys and transfer.target != "device":
+            tier = self._tiers.of(transfer.target)[transfer.group]
+            self._written += [(tier, slot) for slot in transfer.targets]
+        elif event.cause == "corrupt" and self._tiers.disk:
+            disk = self._tiers.disk[transfer.group]
+            damaged = [s for s in transfer.sources if s in disk.corrupt and not disk.pins[s]]
+            if damaged:
+                self._damaged.append((disk, damaged))
+
+    def reopened(self, event: TierReopened) -> None:
+        """Before the books: all that the disk had is there, and nothing that it never had.
+
+        What was on its way may be there or not; so may what is damaged.
+        """
+        disk = self._tiers.disk[event.group]
+        found = dict(zip(event.slots, event.keys, strict=True))
+        may_be: dict[int, set[bytes]] = {slot: {key} for slot, key in disk.key_of.items()}
+        for transfer in self._tiers.ending:
+            if transfer.kind == "demote" and transfer.group == event.group:
+                for slot, key in zip(transfer.targets, transfer.keys, strict=True):
+                    may_be.setdefault(slot, set()).add(key)
+        for slot, key in disk.key_of.items():
+            if slot not in disk.corrupt and found.get(slot) != key:
+                self._fail(
+                    disk, slot, f"disk block {slot} was wholly written, but is lost by a restart"
+                )
+                return
+        for slot, key in found.items():
+            if key not in may_be.get(slot, ()):
+                self._fail(
+                    disk,
+                    slot,
+                    f"after a restart the disk finds key {key.hex()[:12]}… in block {slot}, which "
+                    "did not hold it",
+                )
+                return
+        self._written += [(disk, slot) for slot in found]
+
+    # -- what the operation did, and what is there now -------------------------------------------
+
+    def conclude(self, operation: Operation) -> None:
+        """Damage that was met is not findable any more, nor is anything after a reset."""
+        if isinstance(operation, Corrupt):
+            found = self._tiers.damaged(operation)
+            self._written += [found] if found is not None else []
+        for tier in self._tiers.all if isinstance(operation, Reset) else ():
+            if tier.key_of:
+                slot = next(iter(tier.key_of))
+                self._fail(tier, slot, f"{tier.tier} block {slot} is still findable after a reset")
+        for tier, slots in self._damaged:
+            self._fail(
+                tier, slots[0], f"{tier.tier} blocks {slots} are damaged, but were not dropped"
+            )
+        self._damaged = []
+        self._compare_touched()
+
+    def _compare_touched(self) -> None:
+        """At once: a slot may be taken again soon."""
+        for tier in self._tiers.all:
+            if tier.touched_keys:
+                self._compare(tier, tier.touched_keys)
+                tier.touched_keys = []
+
+    def settle(self) -> None:
+        self._compare_touched()
+        for tier, slot in self._written:
+            if slot in tier.key_of:
+                self._holds(tier, slot)
+        self._written = []
+        for group, block, key in self._tiers.promoted:
+            if self._check.groups[group].key_of.get(block) == key:
+                self._content("device", group, block, key, damaged=False)
+
+    def _compare(self, tier: TierBooks, keys: Iterable[bytes]) -> None:
+        index = self._check.tiered.tier_index(tier.tier, tier.group)
+        slots = tier.slot_of_key
+        for key in keys:
+            actual, expected = index.get(key), slots.get(key)
+            if actual != expected:
+                says = "nothing" if actual is None else f"block {actual}"
+                should = "nothing" if expected is None else f"block {expected}"
+                self._fail(
+                    tier,
+                    actual if expected is None else expected,
+                    f"the {tier.tier} finds {says} under key {key.hex()[:12]}…, but it should "
+                    f"find {should}",
+                )
+                return
+
+    def _holds(self, tier: TierBooks, slot: int) -> None:
+        key, damaged = tier.key_of[slot], slot in tier.corrupt
+        self._content(tier.tier, tier.group, slot, key, damaged=damaged)
+
+    def _content(self, tier: Tier, group: int, block: int, key: bytes, *, damaged: bool) -> None:
+        content = self._check.tiered.tier_content(tier, group, block)
+        if content == (None if damaged else key):
+            return
+        if damaged:
+            what = "is damaged, but is read as if it were whole"
+        elif content is None:
+            what = "is findable, but its bytes are damaged"
+        else:
+            what = "is findable, but it holds other bytes than those of its key"
+        self._check.fail(f"{tier} block {block} {what}", group=group, block=block, tier=tier)
+
+    def audit(self) -> None:
+        for tier in self._tiers.all:
+            index = self._check.tiered.tier_index(tier.tier, tier.group)
+            if dict(index) != tier.slot_of_key:
+                self._compare(tier, {**index, **tier.slot_of_key})
+            for slot in tier.key_of:
+                self._holds(tier, slot)
+            self._bytes(tier)
+
+    def _bytes(self, tier: TierBooks) -> None:
+        """By the shadow memory: each findable slot holds the tokens that its key stands for."""
+        slots: Sequence[int] = [slot for slot in tier.key_of if slot not in tier.corrupt]
+        tags = tier.shadow.last_tags(slots)
+        if tags != [tier.tag_of[slot] for slot in slots]:
+            slot = next(s for s, tag in zip(slots, tags, strict=True) if tag != tier.tag_of[s])
+            holds = tier.shadow.describe(slot, tier.block_size - 1)
+            self._fail(
+                tier, slot, f"{tier.tier} block {slot} is findable, but its last slot holds {holds}"
+            )

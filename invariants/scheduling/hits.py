@@ -1,0 +1,93 @@
+"""Prefix hits, remembered for as long as nothing changes them.
+
+A policy may ask about the same long prompt at every iteration, and what it would hit changes
+rarely; looking up a thousand blocks each time would cost more than all other checks together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import takewhile
+from operator import itemgetter
+from typing import NamedTuple
+
+from kvproof.invariants.books import Books, GroupBooks
+from kvproof.invariants.tags import Tags
+
+_REMEMBERED = 64
+_first = itemgetter(0)
+
+
+class Hit(NamedTuple):
+    """What a request with these tokens would find."""
+
+    rows: int
+    revived: int
+    """Blocks among them that nobody holds; of several groups, the most."""
+    blocks: tuple[set[int], ...]
+    """In each group."""
+    length: int
+    """Tokens that were looked up."""
+    next_tag: int | None
+    """Of the first row that is not in the hit; None if all that may be hit are."""
+
+
+class Hits:
+    """The latest look-ups, by request."""
+
+    def __init__(self, books: Books) -> None:
+        self._groups = books.groups
+        self._size = books.block_size
+        self._caches = books.configuration.prefix_caching
+        self._known: dict[int, Hit] = {}
+
+    def of(self, request: int, tags: Tags[int]) -> Hit:
+        """The longest prefix that is findable in every group, below the last token."""
+        self._forget_changed()
+        known = self._known.get(request)
+        if known is not None and known.length == len(tags) and not self._goes_on(known):
+            return known
+        if known is None and len(self._known) >= _REMEMBERED:
+            del self._known[next(iter(self._known))]
+        hit = self._known[request] = self._look_up(tags)
+        return hit
+
+    def _forget_changed(self) -> None:
+        """What holds a block whose references or content changed is looked up anew."""
+        for index, group in enumerate(self._groups):
+            if group.changed is None:
+                group.changed = set()
+                self._known.clear()
+            elif group.changed:
+                unchanged = group.changed.isdisjoint
+                self._known = {
+                    request: hit
+                    for request, hit in self._known.items()
+                    if unchanged(hit.blocks[index])
+                }
+                group.changed.clear()
+
+    def _goes_on(self, hit: Hit) -> bool:
+        """Whether the row behind the hit is findable by now."""
+        tag = hit.next_tag
+        return tag is not None and all(tag in group.key_of_tag for group in self._groups)
+
+    def _look_up(self, tags: Tags[int]) -> Hit:
+        size = self._size
+        limit = rows = (len(tags) - 1) // size if self._caches else 0
+        for group in self._groups:
+            last_tags = tags[size - 1 : rows * size : size]
+            rows = len(list(takewhile(group.key_of_tag.__contains__, last_tags)))
+        last_tags = tags[size - 1 : rows * size : size]
+        blocks = tuple([set(_reused(group, last_tags)) for group in self._groups])
+        revived = max(
+            [rows - len(group.held & hit) for group, hit in zip(self._groups, blocks, strict=True)]
+        )
+        next_tag = tags[rows * size + size - 1] if rows < limit else None
+        return Hit(rows, revived, blocks, len(tags), next_tag)
+
+
+def _reused(group: GroupBooks, last_tags: Tags[int]) -> Iterator[int]:
+    """Of several equal blocks the one that was indexed first is reused."""
+    keys = map(group.key_of_tag.__getitem__, last_tags)
+    return map(_first, map(group.blocks_of.__getitem__, keys))

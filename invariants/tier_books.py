@@ -1,0 +1,430 @@
+"""The checkers' books of what lies below the device: tiers of slots, and transfers in flight.
+
+They follow events, as the books of the device do, and nothing here judges.  The device's end of a
+transfer is one more holder of its blocks, in the books of its group.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvproof.invariants.events import (
+    Event,
+    SlotsEvicted,
+    SlotsReleased,
+    TierReopened,
+    TransferCancelled,
+    TransferEnded,
+    TransferLanded,
+    TransferStarted,
+)
+from kvproof.invariants.operations import Corrupt, Operation, Slow, Tier
+from kvproof.invariants.outcomes import Answer, Outcome
+from kvproof.invariants.slot_books import ENDS, TierBooks, TransferModel
+from kvproof.invariants.tags import Tags
+
+if TYPE_CHECKING:
+    from kvproof.invariants.books import Books, GroupBooks, RequestModel
+
+USED_BY = frozenset({"promote", "fetch", "store", "swap_in", "swap_out"})
+"""Kinds that count as a use of their sources: a demotion does not, it serves no request."""
+REMEMBERED = 8
+"""Ended transfers of which a notice may still come."""
+
+
+class TierFigures:
+    """What happened in the hierarchy so far, in blocks and numbers that only go up."""
+
+    def __init__(self) -> None:
+        self.moved: dict[str, int] = dict.fromkeys(ENDS, 0)
+        """By kind of transfer, of completed ones."""
+        self.failed = 0
+        self.evictions: dict[str, int] = {"host": 0, "disk": 0}
+        self.corrupt = 0
+        self.stalls = 0
+        self.queries: dict[str, int] = {"device": 0, "host": 0, "disk": 0}
+        self.hits: dict[str, int] = {"device": 0, "host": 0, "disk": 0}
+        """In rows of prompts, at first admissions."""
+
+
+class Tiers:
+    """Books of all tiers below the device, and of the transfers between them."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        configuration = self.configuration = books.configuration
+        groups = self.groups = books.groups
+        size = configuration.block_size
+        self.host = [
+            TierBooks("host", g.group, configuration.host_blocks, configuration.host_eviction, size)
+            for g in groups
+        ]
+        self.disk: list[TierBooks] = []
+        if configuration.disk_blocks:
+            self.disk = [
+                TierBooks(
+                    "disk", g.group, configuration.disk_blocks, configuration.disk_eviction, size
+                )
+                for g in groups
+            ]
+        self.all = [*self.host, *self.disk]
+        self._indices: list[tuple[str, list[dict[int, Any]]]] = [
+            ("device", [group.key_of_tag for group in groups]),
+            ("host", [tier.slot_of for tier in self.host]),
+        ]
+        if self.disk:
+            self._indices.append(("disk", [tier.slot_of for tier in self.disk]))
+        self.in_flight: dict[int, TransferModel] = {}
+        """By number, which rises with their start."""
+        self.ended: deque[int] = deque(maxlen=REMEMBERED)
+        """The latest that ended, the newest first."""
+        self.slow = False
+        self.moved = False
+        """Whether slots were taken or given back since they were last counted."""
+        self.ending: list[TransferModel] = []
+        """Transfers that the present operation ended."""
+        self.protected: list[set[int]] = [set() for _ in groups]
+        """By group, host slots that the present operation must not evict: it is about them."""
+        self.wanted: list[tuple[TierBooks, list[int]]] = []
+        """Slots that the latest copy upwards or to the disk is to read."""
+        self.promoted: list[tuple[int, int, bytes]] = []
+        """Group, block and key of what was promoted since the last settlement."""
+        self.figures = TierFigures()
+        self.operation_handlers: dict[type[Operation], Callable[..., None]] = {
+            Corrupt: self._corrupt,
+            Slow: self._slow,
+        }
+        self.event_handlers: dict[type[Event], Callable[..., None]] = {
+            TransferStarted: self._started,
+            TransferLanded: self._landed,
+            TransferCancelled: self._cancelled,
+            TransferEnded: self._ended,
+            SlotsEvicted: self._evicted,
+            SlotsReleased: self._released,
+            TierReopened: self._reopened,
+        }
+
+    def of(self, tier: Tier) -> list[TierBooks]:
+        """The tier's books, by group; none if it is not there, or is the device."""
+        return self.host if tier == "host" else self.disk if tier == "disk" else []
+
+    def begin(self) -> None:
+        """A new operation: what held for the one before is over."""
+        self.ending = []
+        for slots in self.protected:
+            slots.clear()
+
+    def settled(self) -> None:
+        """What was touched has been compared with the view."""
+        for tier in self.all:
+            tier.touched = []
+            tier.touched_keys = []
+        self.promoted = []
+
+    # -- what is where ---------------------------------------------------------------------------
+
+    def answer(self, tag: int) -> Answer:
+        """What the tiers below the device say of a row that it lacks, in the worst group."""
+        if len(self.groups) == 1:
+            return self._answer(0, tag)
+        answers = [self._answer(group.group, tag) for group in self.groups]
+        return min(answers, key=_WORST_FIRST.index)
+
+    def _answer(self, group: int, tag: int) -> Answer:
+        host = self.host[group]
+        if tag in self.groups[group].arriving:
+            return "hit_pending"
+        if tag in host.slot_of:
+            return "hit"
+        if tag in host.pending:
+            return "hit_pending"
+        if not self.disk:
+            return "miss"
+        if self.slow:
+            return "retry"
+        return "hit" if tag in self.disk[group].slot_of else "miss"
+
+    def admitted(self, tags: Tags[int], cached: int) -> None:
+        """A prompt with these tags enters for the first time, with so many cached tokens."""
+        if self.configuration.offloads_prefixes:
+            size = self.configuration.block_size
+            rows = (len(tags) - 1) // size if self.configuration.prefix_caching else 0
+            self._look_up(tags[size - 1 : rows * size : size])
+            self.hit(tags, cached)
+
+    def hit(self, tags: Tags[int], cached: int) -> None:
+        """What was found on the device is recent on the host, too."""
+        if cached and self.configuration.offloads_prefixes:
+            size = self.configuration.block_size
+            for host in self.host:
+                host.touch(tags[size - 1 : cached : size])
+
+    def _look_up(self, tags: Sequence[int]) -> None:
+        """Count, for each row, the highest tier that has it."""
+        figures, left = self.figures, len(tags)
+        found: list[str] = []
+        for tag in tags:
+            level = self._level(tag)
+            if level is None:
+                break
+            found.append(level)
+        for name, _ in self._indices:
+            hits = found.count(name)
+            figures.queries[name] += left
+            figures.hits[name] += hits
+            left -= hits
+
+    def _level(self, tag: int) -> str | None:
+        """The highest tier that has it in every group."""
+        for name, indices in self._indices:
+            for index in indices:
+                if tag not in index:
+                    break
+            else:
+                return name
+        return None
+
+    # -- operations ------------------------------------------------------------------------------
+
+    def _slow(self, operation: Slow, outcome: Outcome) -> None:
+        self.slow = operation.factor > 1
+
+    def _corrupt(self, operation: Corrupt, outcome: Outcome) -> None:
+        found = self.damaged(operation)
+        if found is not None:
+            tier, slot = found
+            tier.corrupt.add(slot)
+
+    def damaged(self, operation: Corrupt) -> tuple[TierBooks, int] | None:
+        """The block on disk that such an operation damages."""
+        count = sum([len(tier.key_of) for tier in self.disk])
+        if not count:
+            return None
+        index = operation.block % count
+        for tier in self.disk:
+            if index < len(tier.key_of):
+                return tier, list(tier.slot_of_key.values())[index]
+            index -= len(tier.key_of)
+        return None
+
+    def published(self, group: GroupBooks, blocks: Sequence[int], tags: Sequence[int]) -> None:
+        """Blocks became findable on the device: they are to be stored, unless they are."""
+        if self.configuration.offloads_prefixes:
+            host = self.host[group.group]
+            for block, tag in zip(blocks, tags, strict=False):
+                if not host.awaits_or_has(tag):
+                    group.unstored[block] = None
+
+    # -- transfers -------------------------------------------------------------------------------
+
+    def _started(self, event: TransferStarted) -> None:
+        self.moved = True
+        request = self._request(event, event.request)
+        group = self.groups[event.group]
+        transfer = TransferModel(event, self._tags(event), request)
+        self.in_flight[event.transfer] = transfer
+        if transfer.source == "device":
+            group.hold(transfer.sources)
+        else:
+            self.of(transfer.source)[event.group].pin(transfer.sources)
+        if transfer.target == "device":
+            group.hold(transfer.targets)
+            group.evicting = []
+            group.arriving.update(dict.fromkeys(transfer.tags, event.transfer))
+            group.touched_keys += transfer.keys  # not to be found yet
+        else:
+            tier = self.of(transfer.target)[event.group]
+            tier.evicting = []
+            tier.pin(transfer.targets)
+            tier.await_(transfer.tags, event.transfer)
+            tier.touched_keys += transfer.keys
+        self._leave_queue(transfer)
+        if request is not None:
+            if event.kind == "swap_out":
+                request.departing |= {event.transfer}
+            else:
+                request.loading |= {event.transfer}
+
+    def _request(self, event: Event, number: int | None) -> RequestModel | None:
+        if number is None:
+            return None
+        request = self._books.known.get(number)
+        if request is None:
+            self._books.strays.append(event)
+        return request
+
+    def _tags(self, event: TransferStarted) -> list[int]:
+        """Of what is copied; a block in which nothing is findable has none (XFER)."""
+        source = ENDS[event.kind][0]
+        if event.kind in ("swap_out", "swap_in"):
+            return []
+        if source == "device":
+            group = self.groups[event.group]
+            return [group.tag_of[block] for block in event.sources]
+        tag_of = self.of(source)[event.group].tag_of
+        return [tag_of.get(slot, 0) for slot in event.sources]
+
+    def _leave_queue(self, transfer: TransferModel) -> None:
+        queue = self._queue(transfer)
+        for entry in transfer.sources if queue else ():
+            queue.pop(entry, None)
+
+    def _queue(self, transfer: TransferModel) -> dict[int, None]:
+        """Where the sources of a copy downwards wait."""
+        if transfer.kind == "store":
+            return self.groups[transfer.group].unstored
+        return self.host[transfer.group].queue if transfer.kind == "demote" else {}
+
+    def _landed(self, event: TransferLanded) -> None:
+        transfer = self.in_flight.get(event.transfer)
+        if transfer is not None:
+            transfer.landed = event.parts
+
+    def _cancelled(self, event: TransferCancelled) -> None:
+        transfer = self.in_flight.get(event.transfer)
+        if transfer is not None:
+            transfer.cancelled = True
+            self._expect_no_more(transfer)
+
+    def _expect_no_more(self, transfer: TransferModel) -> None:
+        """What a transfer was to bring does not come; what it was to save waits again."""
+        if transfer.target == "device":
+            self.groups[transfer.group].touched_keys += transfer.keys
+            arriving = self.groups[transfer.group].arriving
+            for tag in transfer.tags:
+                if arriving.get(tag) == transfer.number:
+                    del arriving[tag]
+            return
+        tier = self.of(transfer.target)[transfer.group]
+        tier.await_no_more(transfer)
+        tier.touched_keys += transfer.keys
+        queue = self._queue(transfer)
+        queue.update(dict.fromkeys(transfer.sources))
+
+    def _ended(self, event: TransferEnded) -> None:
+        self.moved = True
+        transfer = self.in_flight.pop(event.transfer, None)
+        if transfer is None:
+            return  # XFER
+        self.ended.appendleft(transfer.number)
+        self.ending.append(transfer)
+        self._books.passing = True
+        completed = event.result == "completed"
+        self.figures.failed += event.result == "failed"
+        if completed:
+            self.figures.moved[transfer.kind] += len(transfer.sources)
+        if transfer.kind in ("swap_out", "swap_in"):
+            self._swap_ended(transfer, event)
+        elif completed:
+            self._arrived(transfer)
+        elif not transfer.cancelled:
+            self._expect_no_more(transfer)
+        self._let_go(transfer)
+
+    def _arrived(self, transfer: TransferModel) -> None:
+        """What was copied is findable at its target, too."""
+        group, keys, tags = self.groups[transfer.group], transfer.keys, transfer.tags
+        if transfer.target != "device":
+            tier = self.of(transfer.target)[transfer.group]
+            tier.await_no_more(transfer)
+            tier.publish(transfer.targets, keys, tags)
+            if transfer.target == "host":
+                self._to_save(tier, transfer.targets)
+            return
+        for block, key, tag in zip(transfer.targets, keys, tags, strict=True):
+            group.arriving.pop(tag, None)
+            if key not in group.blocks_of:
+                group.publish([block], [key], [tag])
+                self.promoted.append((transfer.group, block, key))
+                self.published(group, [block], [tag])
+
+    def _to_save(self, host: TierBooks, slots: Sequence[int]) -> None:
+        """New on the host: to be copied to the disk, unless it is there."""
+        if self.disk:
+            disk = self.disk[host.group]
+            for slot in slots:
+                if not disk.awaits_or_has(host.tag_of[slot]):
+                    host.queue[slot] = None
+
+    def _swap_ended(self, transfer: TransferModel, event: TransferEnded) -> None:
+        request, host = transfer.request, self.host[transfer.group]
+        if request is None or transfer.void:
+            return  # what it had, it has given up when it went on without
+        request.departing -= {transfer.number}
+        request.loading -= {transfer.number}
+        if transfer.kind == "swap_in":
+            host.disown(request.id)
+        self._books.touched_requests[request.id] = request
+        if event.result == "failed":
+            request.suspended = request.computed = request.scheduled = 0
+            request.swapped = False
+            request.departing = request.loading = frozenset()
+        elif transfer.kind == "swap_out":
+            host.own(transfer.targets, request.id)
+        elif not request.loading:
+            request.computed = request.scheduled = request.suspended
+            request.suspended = 0
+
+    def _let_go(self, transfer: TransferModel) -> None:
+        used = transfer.kind in USED_BY
+        if transfer.source == "device":
+            self.groups[transfer.group].drop(transfer.sources[::-1])
+        else:
+            self.of(transfer.source)[transfer.group].unpin(transfer.sources, used)
+        if transfer.target == "device":
+            self.groups[transfer.group].drop(transfer.targets[::-1])
+        else:
+            self.of(transfer.target)[transfer.group].unpin(transfer.targets, used=True)
+
+    # -- slots -----------------------------------------------------------------------------------
+
+    def _evicted(self, event: SlotsEvicted) -> None:
+        self.moved = True
+        tier = self.of(event.tier)[event.group]
+        for slot in event.slots:
+            if event.cause == "corrupt":
+                tier.order.forget(slot)
+            else:
+                tier.order.evicted(slot)
+        tier.unpublish(event.slots)
+        tier.touched_keys += event.keys
+        if event.cause == "pressure":
+            tier.evicting += event.slots
+        if event.cause in ("pressure", "request"):
+            self.figures.evictions[event.tier] += len(event.slots)
+        self.figures.corrupt += len(event.slots) if event.cause == "corrupt" else 0
+
+    def _released(self, event: SlotsReleased) -> None:
+        self.moved = True
+        tier = self.of(event.tier)[event.group]
+        if tier.owned.get(event.request) != list(event.slots):
+            self._books.strays.append(event)
+        tier.disown(event.request)
+
+    def _reopened(self, event: TierReopened) -> None:
+        """The disk holds just these, in this order, as if each had become findable now."""
+        self.moved = True
+        disk, host = self.disk[event.group], self.host[event.group]
+        tag_of_key = {key: disk.tag_of[slot] for slot, key in disk.key_of.items()}
+        for transfer in self.ending:
+            if transfer.kind == "demote" and transfer.group == event.group:
+                tag_of_key |= zip(transfer.keys, transfer.tags, strict=True)
+        damaged = [(slot, disk.key_of[slot]) for slot in disk.corrupt]
+        before = list(disk.key_of)
+        for slot in before:
+            disk.order.forget(slot)
+        disk.touched_keys += disk.key_of.values()
+        disk.unpublish(before)
+        tags = [tag_of_key.get(key, 0) for key in event.keys]
+        disk.publish(event.slots, event.keys, tags)
+        for slot, key in zip(event.slots, event.keys, strict=True):
+            disk.order.insert(slot, key)
+        disk.emptied = [slot for slot in before if slot not in disk.key_of]
+        disk.corrupt.update([slot for slot, key in damaged if disk.key_of.get(slot) == key])
+        for tag in tags:
+            host.queue.pop(host.slot_of.get(tag, -1), None)
+
+
+_WORST_FIRST: tuple[Answer, ...] = ("miss", "retry", "hit_pending", "hit")

@@ -1,0 +1,239 @@
+"""The shrinker alone: what it takes away, and what it leaves, is told by a made-up property."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from kvproof.fuzz import shrink as shrinking
+from kvproof.fuzz.shrink import shrink
+from kvproof.fuzz.swarm import draw_run
+from kvproof.invariants.case import Case
+from kvproof.invariants.operations import (
+    KINDS,
+    TIER_KINDS,
+    Admit,
+    AnyOperation,
+    Cancel,
+    Complete,
+    Corrupt,
+    Evict,
+    Fail,
+    Land,
+    Launch,
+    Media,
+    Notify,
+    Offload,
+    Operation,
+    Preempt,
+    Promote,
+    Reset,
+    Restart,
+    Resume,
+    Segment,
+    Slow,
+    Withhold,
+    kind_of,
+)
+from kvproof.invariants.subject import Configuration
+from kvproof.invariants.verdict import Violation
+
+TIERED = Configuration(
+    blocks=16,
+    host_blocks=8,
+    disk_blocks=4,
+    offload="both",
+    device_eviction="arc",
+    host_eviction="arc",
+    disk_eviction="arc",
+)
+
+Fails = Callable[[Configuration, Sequence[AnyOperation]], bool]
+
+
+@pytest.fixture
+def shrunk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Case]:
+    """Shrinks operations of a world for as long as a made-up property fails."""
+
+    def shrunk(
+        operations: list[AnyOperation], fails: Fails, configuration: Configuration = TIERED
+    ) -> Case:
+        def first_violation(_factory: Any, world: Configuration, run: Any) -> Any:
+            return ([*run], (Violation("MADE-UP", "…"),)) if fails(world, run) else None
+
+        monkeypatch.setattr(shrinking, "first_violation", first_violation)
+        result = shrink(Case("engine", configuration, operations))
+        assert result is not None
+        return result.case
+
+    return shrunk
+
+
+def has(*wanted: AnyOperation | type[Operation]) -> Fails:
+    """Fails where these operations, or some of these kinds, follow each other."""
+
+    def fails(_world: Configuration, run: Sequence[AnyOperation]) -> bool:
+        left = iter(run)
+        return all(any(_is(operation, one) for operation in left) for one in wanted)
+
+    return fails
+
+
+def _is(operation: AnyOperation, wanted: AnyOperation | type[Operation]) -> bool:
+    return isinstance(operation, wanted) if isinstance(wanted, type) else operation == wanted
+
+
+PROMPT = (Segment(0, 1),)
+PLAIN: list[tuple[AnyOperation, AnyOperation]] = [
+    # An operation with all that it may have, and the plainest of its kind.
+    (Offload("disk", first=3, blocks=2), Offload()),
+    (
+        Promote(
+            (Segment(1, 9), Segment(10, 2)),
+            salt=2,
+            adapter=1,
+            media=(Media(1, 0, 4),),
+            to="host",
+            blocks=2,
+        ),
+        Promote(PROMPT),
+    ),
+    (Land(3, parts=2), Land()),
+    (Complete(2), Complete()),
+    (Fail(3, "disk_full"), Fail()),
+    (Cancel(1), Cancel()),
+    (Notify(3), Notify()),
+    (Withhold("disk", 4), Withhold()),
+    (Corrupt(3, 99), Corrupt()),
+    (Restart(2, stage=4), Restart()),
+    (Slow(10), Slow()),
+    (Evict(8, "disk"), Evict()),
+    (Admit((Segment(2, 5),), wait=True), Admit(PROMPT)),
+    (Preempt(3, swap=True, late=True), Preempt(0)),
+    (Resume(1, slots=4, late=True), Resume(0)),
+]
+
+
+@pytest.mark.parametrize(("operation", "plain"), PLAIN, ids=lambda operation: kind_of(operation))
+def test_an_operation_becomes_the_plainest_of_its_kind(
+    shrunk: Callable[..., Case], operation: AnyOperation, plain: AnyOperation
+) -> None:
+    case = shrunk([Reset(), operation, Launch()], has(type(operation)))
+    assert case.operations == [plain]
+    assert case.configuration == Configuration(blocks=1, block_size=1, requests=1, run_ahead=1)
+
+
+def test_every_operation_of_a_hierarchy_has_a_plainest_one() -> None:
+    assert {kind_of(operation) for operation, _ in PLAIN} >= set(TIER_KINDS)
+
+
+@pytest.mark.parametrize(
+    "needed",
+    [
+        Offload("disk"),
+        Offload(first=1),
+        Offload(blocks=1),
+        Promote(PROMPT, to="host"),
+        Land(parts=2),
+        Complete(1),
+        Fail(cause="timeout"),
+        Restart(stage=3),
+        Evict(tier="host"),
+        Admit(PROMPT, wait=True),
+        Preempt(0, swap=True, late=True),
+        Resume(0, late=True),
+    ],
+    ids=repr,
+)
+def test_what_an_operation_needs_is_left(shrunk: Callable[..., Case], needed: AnyOperation) -> None:
+    assert shrunk([Reset(), needed, Launch()], has(needed)).operations == [needed]
+
+
+WORLDS: dict[str, tuple[Callable[[Configuration], bool], Configuration]] = {
+    # What of a world is needed, and what becomes of one with all tiers.
+    "nothing": (lambda world: True, Configuration()),
+    "a host": (lambda world: world.host_blocks > 0, Configuration(host_blocks=1)),
+    "room": (lambda world: world.host_blocks > 2, Configuration(host_blocks=3)),
+    "prefixes": (
+        lambda world: world.offloads_prefixes,
+        Configuration(host_blocks=1, offload="both"),
+    ),
+    "a disk": (
+        lambda world: world.disk_blocks > 0,
+        Configuration(host_blocks=1, disk_blocks=1, offload="both"),
+    ),
+    "ARC": (
+        lambda world: world.host_eviction == "arc",
+        Configuration(host_eviction="arc"),
+    ),
+    "larger blocks": (
+        lambda world: world.block_size == 4 and world.offloads_prefixes,
+        Configuration(host_blocks=1, offload="both"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("needed", "left"), WORLDS.values(), ids=WORLDS)
+def test_tiers_that_are_not_needed_go(
+    shrunk: Callable[..., Case], needed: Callable[[Configuration], bool], left: Configuration
+) -> None:
+    world = shrunk([Reset()], lambda world, run: needed(world) and bool(run)).configuration
+    names = ("host_blocks", "disk_blocks", "offload", "host_eviction", "device_eviction")
+    assert {n: getattr(world, n) for n in names} == {n: getattr(left, n) for n in names}
+
+
+def test_a_world_that_cannot_be_is_no_candidate(shrunk: Callable[..., Case]) -> None:
+    """With units of a size of their own, blocks of another size are out of the question."""
+    world = Configuration(host_blocks=1, offload="prefix", host_unit_tokens=4, disk_unit_tokens=4)
+    case = shrunk([Reset()], lambda here, run: here.host_unit_tokens == 4 and bool(run), world)
+    assert (case.configuration.block_size, case.configuration.host_unit_tokens) == (4, 4)
+    assert case.configuration.disk_unit_tokens == 0
+
+
+DETOURS: dict[str, tuple[list[AnyOperation], list[AnyOperation]]] = {
+    "a completion": ([Land(), Fail(), Notify()], [Complete()]),
+    "a store": ([Slow(2), Corrupt(), Restart()], [Offload(), Complete()]),
+}
+
+
+@pytest.mark.parametrize(("detour", "plain"), DETOURS.values(), ids=DETOURS)
+def test_a_detour_becomes_what_it_was_for(
+    shrunk: Callable[..., Case], detour: list[AnyOperation], plain: list[AnyOperation]
+) -> None:
+    def fails(world: Configuration, run: Sequence[AnyOperation]) -> bool:
+        return has(*detour)(world, run) or has(*plain)(world, run)
+
+    assert shrunk([Reset(), *detour, Launch()], fails).operations == plain
+
+
+def test_prompts_to_promote_are_cut_with_those_to_admit(shrunk: Callable[..., Case]) -> None:
+    """Both have to have a block and a token, of whatever size a block is."""
+
+    def fails(world: Configuration, run: Sequence[AnyOperation]) -> bool:
+        prompts = [o.prompt for o in run if isinstance(o, Admit | Promote)]
+        longer = [p for p in prompts if p[0].length == world.block_size + 1]
+        return len(longer) == 2 and longer[0] == longer[1]
+
+    world = Configuration(blocks=16, block_size=8, host_blocks=1, offload="prefix")
+    nine = (Segment(3, 9),)
+    case = shrunk([Admit(nine), Promote(nine)], fails, world)
+    assert case.operations == [Admit((Segment(3, 3),)), Promote((Segment(3, 3),))]
+    assert case.configuration.block_size == 2
+
+
+def test_only_what_is_needed_is_left_of_a_long_run(shrunk: Callable[..., Case]) -> None:
+    able = frozenset((*KINDS, *TIER_KINDS, "tiers", "swaps", "slots"))
+    chain = (Admit, Offload, Complete, Evict, Promote)
+    draw = next(
+        draw
+        for number in range(100)
+        if has(*chain)(
+            (draw := draw_run(f"chain/{number}", able, tiers_share=1)).configuration,
+            draw.operations,
+        )
+        and len(draw.operations) == 200
+    )
+    case = shrunk(draw.operations, has(*chain), draw.configuration)
+    assert case.operations == [Admit(PROMPT), Offload(), Complete(), Evict(), Promote(PROMPT)]
