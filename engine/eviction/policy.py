@@ -22,7 +22,8 @@ class EvictionPolicy(Protocol):
     def insert(self, entry: int, key: bytes, used: bool = True) -> None:
         """Block ``entry``, findable under ``key``, became evictable, perhaps again.
 
-        ``used`` is false if nobody wanted it meanwhile: it was copied to a lower tier.
+        ``used`` is false if nobody wanted it meanwhile: it was copied from the host to the disk.
+        (A copy from the device counts as a use there.)
         """
         ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -152,8 +153,10 @@ class Storage:
         """Drop those of these disk slots that are damaged, and not in use; says how many."""
         pool, file = self.disk[group], self.files[group]
         damaged = [slot for slot in slots if not pool.pins[slot] and file.lost(slot)]
-        file.drop(damaged)
         pool.drop(damaged, "corrupt")
+        # If the file cannot take a note of it, it is found to be damaged again after a restart.
+        with suppress(OSError):
+            file.drop(damaged)
         return len(damaged)
 
     # -- the disk comes back ---------------------------------------------------------------------

@@ -227,6 +227,8 @@ class Transfers(Storage):
             return "short_write"
         except DiskFullError:
             return "disk_full"
+        except OSError:
+            return "error"
         return ""
 
     def write(self, transfer: Transfer) -> None:
