@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from itertools import takewhile
 from pathlib import Path
+from time import monotonic, process_time
 from traceback import extract_tb
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from kvproof.engine.policy import Plan, SchedulerPolicy, SchedulerState
 
@@ -132,7 +133,11 @@ def _without_addresses(text: str) -> str:
 
 
 class TimeLimit:
-    """Interrupts the main thread, again and again; elsewhere there is no limit."""
+    """Interrupts the main thread, again and again; elsewhere there is no limit.
+
+    The limit is one of computing.  A busy machine may keep a process waiting, which is not the
+    policy's fault: who does not compute is interrupted only after ``WAITING`` times as long.
+    """
 
     __slots__ = ("_before", "_seconds", "_timer")
 
@@ -142,12 +147,18 @@ class TimeLimit:
         self._timer = (0.0, 0.0)
 
     def __enter__(self) -> None:
-        global _swallowed
+        global _swallowed, _computed_until, _waits_until
         _swallowed = 0
         if threading.current_thread() is threading.main_thread() and _HAS_TIMER:
+            _computed_until = process_time() + self._seconds
+            _waits_until = monotonic() + WAITING * self._seconds
             # None if the handler was not set from Python: then it cannot be put back.
             self._before = _set_handler(signal.SIGALRM, _interrupt) or int(signal.SIG_DFL)
-            self._timer = signal.setitimer(signal.ITIMER_REAL, self._seconds, 0.05)
+            try:
+                self._timer = signal.setitimer(signal.ITIMER_REAL, self._seconds, 0.05)
+            except TookTooLong:  # before anything began: nobody will call __exit__
+                self.__exit__()
+                raise
 
     def __exit__(self, *_: object) -> None:
         while self._before is not None:
@@ -160,6 +171,9 @@ class TimeLimit:
             except TookTooLong:
                 continue  # the time was up just now: the policy has answered, and that counts
 
+
+WAITING = 10
+_computed_until = _waits_until = 0.0
 
 _HAS_TIMER = hasattr(signal, "setitimer")
 _set_handler: Callable[..., Any] = getattr(
@@ -174,8 +188,10 @@ EXIT_HANG = 1
 _swallowed = 0
 
 
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+def _interrupt(number: int, frame: FrameType | None) -> None:
     global _swallowed
+    if process_time() < _computed_until and monotonic() < _waits_until:
+        return
     _swallowed += 1
     if _swallowed > _INTERRUPTS_MAX:
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "somewhere"

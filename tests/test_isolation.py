@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvproof.engine.isolation import EXIT_HANG, PolicyError, call_policy
+from kvproof.engine.isolation import EXIT_HANG, PolicyError, TookTooLong, call_policy
 from kvproof.engine.policies import POLICIES
 from kvproof.engine.policy import Draft, Plan, SchedulerPolicy, SchedulerState
 from kvproof.invariants.operations import Arrive, Run, Schedule, Segment
@@ -234,6 +234,33 @@ def test_a_policy_that_does_not_return_is_interrupted(policy: object) -> None:
     assert event.kind == "hang"
     assert event.message == f"{type(policy).__name__}.plan did not return within 0.1 s"
     assert event.state == STATE
+
+
+def test_a_machine_that_is_busy_with_others_is_no_hang() -> None:
+    """A process that waits does not compute: it has ten times as long."""
+
+    class Waits:
+        def plan(self, state: SchedulerState) -> Plan:
+            time.sleep(0.3)
+            return Plan()
+
+    assert call_policy(Waits(), NO_STATE, 0.1) == Plan()
+
+
+def test_time_that_is_up_before_the_policy_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt comes while the limit is set up: it must not be left behind."""
+    arm = signal.setitimer
+
+    def late(which: int, seconds: float, interval: float = 0.0) -> tuple[float, float]:
+        before = arm(which, seconds, interval)
+        if seconds:
+            raise TookTooLong
+        return before
+
+    monkeypatch.setattr(signal, "setitimer", late)
+    with pytest.raises(PolicyError, match="did not return"):
+        call_policy(Idles(), NO_STATE, 0.05)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 SWALLOWS_ALL = """
