@@ -569,6 +569,17 @@ class Loses(Fifo):
 class Lacks:
     def insert(self, block, key):
         pass
+
+
+class Leaves(EvictionPolicy):
+    def __init__(self, capacity):
+        pass
+
+    def insert(self, block, key):
+        pass
+
+    def remove(self, block):
+        pass
 '''
 
 
@@ -615,6 +626,8 @@ def test_what_lacks_a_method_is_no_eviction_policy(evictions: Path) -> None:
     lacking = r"lacks remove, victim, evicted, __iter__, __len__: see kvproof"
     with pytest.raises(InputError, match=lacking):
         eviction_factory(f"{evictions}:Lacks")
+    with pytest.raises(InputError, match=r"lacks victim, __iter__, __len__: see kvproof"):
+        eviction_factory(f"{evictions}:Leaves")
     with pytest.raises(InputError, match=r"evictions\.py has no class Nope$"):
         subject_factory(f"eviction:{evictions}:Nope")
 

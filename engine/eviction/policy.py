@@ -1,4 +1,7 @@
-"""What an eviction policy is: the same interface for device, host and disk."""
+"""What an eviction policy is: the same interface for device, host and disk.
+
+A policy of a user's is driven on the device; the tiers below have those that a configuration names.
+"""
 
 from __future__ import annotations
 

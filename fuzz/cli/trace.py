@@ -298,15 +298,18 @@ def _arms(
         return {"": None}
     if configuration.host_blocks:
         raise InputError("give the host's memory either by --host-memory or by --host-blocks")
-    host = _blocks_of(configuration, host_memory)
+    host = _blocks_of(configuration, "--host-memory", host_memory)
     arms: dict[str, _Tiers | None] = {"": _Tiers(), "host": _Tiers(host)}
     if disk_memory is not None:
-        arms["host + disk"] = _Tiers(host, _blocks_of(configuration, disk_memory))
+        arms["host + disk"] = _Tiers(host, _blocks_of(configuration, "--disk-memory", disk_memory))
     return arms
 
 
-def _blocks_of(configuration: Configuration, memory: str) -> int:
-    return _blocks(None, memory, configuration.kv_bytes_per_token, configuration.block_size)
+def _blocks_of(configuration: Configuration, option: str, memory: str) -> int:
+    try:
+        return _blocks(None, memory, configuration.kv_bytes_per_token, configuration.block_size)
+    except InputError as error:
+        raise InputError(f"{option}: {error}") from None
 
 
 def _over(setting: Setting, policy: str, tiers: _Tiers | None) -> Setting:

@@ -211,9 +211,9 @@ def _preemption(checked: CheckedTrace) -> str:
     if checked.promises.no_eviction:
         return "none: the policy promises that started requests are not preempted"
     metrics = checked.result.metrics
-    seen = f"{metrics.preemptions} preemptions in this run, {metrics.host_promotions} blocks back"
-    if isinstance(metrics.host_promotions, str):
-        seen = f"{metrics.preemptions} preemptions in this run, all by recomputation"
+    swapped = checked.result.tiers.moved["swap_in"].bytes
+    how = f"{swapped} bytes swapped in again" if swapped else "all by recomputation"
+    seen = f"{metrics.preemptions} preemptions in this run, {how}"
     return f"as the policy decides ({checked.about or 'nothing is said'}); {seen}"
 
 
@@ -248,7 +248,8 @@ def _offloading(configuration: Configuration, block_bytes: int, cost: CostModel)
         f"meanings: {', '.join(configuration.meanings)}; {host}; moved in units of "
         f"{configuration.block_size} tokens; written through: completed blocks are copied to each "
         "tier before the next iteration, and stay where they were; promoted for the first waiting "
-        f"requests, which are held back meanwhile; evictions: {evictions}; {swaps} ({rates})"
+        f"requests, which are held back meanwhile; evictions: {evictions}"
+        f"{'; ' + swaps if configuration.suspends else ''} ({rates})"
     )
 
 

@@ -173,9 +173,10 @@ class Order(Check):
                     (a for a, e in zip(actual, expected, strict=False) if a != e),
                     (actual or expected)[-1],
                 )
+                order = "the time of their release" if group.adaptive is None else "ARC"
                 self.fail(
-                    f"the next victims are blocks {actual[:8]}, but by the time of their release "
-                    f"they should be {expected[:8]}",
+                    f"the next victims are blocks {actual[:8]}, but by {order} they should be "
+                    f"{expected[:8]}",
                     group=group.group,
                     block=first,
                 )
