@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,11 +73,35 @@ def test_no_import_runs_upward() -> None:
 
 def test_the_floors_are_where_they_are_looked_for() -> None:
     """Silence about a folder that is not there would say nothing."""
-    for folder in ("invariants", "engine", "stateful_tests", "fuzz", "tests"):
+    for folder in ("invariants", "kernels", "engine", "stateful_tests", "fuzz", "tests"):
         names = [name for path in (ROOT / folder).rglob("*.py") for name in _names(path)]
         assert len(names) > 20, folder
-        if folder != "invariants":
+        if folder == "kernels":  # beside the others: it runs alone on a machine with a GPU
+            assert any(name.startswith("kvproof.kernels.") for name in names)
+        elif folder != "invariants":
             assert any(name.startswith("kvproof.invariants.") for name in names), folder
+
+
+def packages_of(root: Path, folders: set[str]) -> set[str]:
+    """Dotted names of the packages that stand in the folders: whatever has an ``__init__.py``."""
+    inits = [path for folder in folders for path in (root / folder).rglob("__init__.py")]
+    return {".".join(("kvproof", *path.parent.relative_to(root).parts)) for path in inits}
+
+
+def test_every_package_is_installed() -> None:
+    """A link to the checkout imports what is not listed; an installed kvproof does not."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {*MAY_IMPORT} - {"tests", "benchmarks"}
+    assert setuptools["package-dir"] == {f"kvproof.{folder}": folder for folder in folders}
+    assert {*setuptools["packages"]} == packages_of(ROOT, folders)
+
+
+def test_a_package_that_is_not_listed_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "engine" / "tiers").mkdir(parents=True)
+    for folder in ("engine", "engine/tiers"):
+        (tmp_path / folder / "__init__.py").touch()
+    found = packages_of(tmp_path, {"engine", "fuzz"})
+    assert found == {"kvproof.engine", "kvproof.engine.tiers"}
 
 
 def _names(path: Path) -> list[str]:
@@ -90,6 +115,7 @@ def _names(path: Path) -> list[str]:
         ("invariants", "import kvproof.kernels", "invariants imports"),
         ("kernels", "from kvproof.invariants.tags import Tags", "kernels imports"),
         ("kernels", "import kvproof.engine.engine as e", "kernels imports"),
+        ("kernels", "import importlib\nimportlib.import_module('kvproof.fuzz.cli')", "kernels imp"),
         ("engine", "from kvproof.stateful_tests.harness import Harness", "engine imports"),
         ("engine", "def f():\n    from kvproof.fuzz.faults import all_faults", "engine imports"),
         ("engine", "from kvproof import fuzz", "engine imports kvproof.fuzz"),

@@ -31,16 +31,17 @@ def test_ruff_is_clean() -> None:
 
 @_needs("mypy")
 def test_mypy_is_clean_and_strict_on_the_ground_floor() -> None:
-    packages = ("invariants", "engine", "stateful_tests", "fuzz")
+    packages = ("invariants", "kernels", "engine", "stateful_tests", "fuzz")
     flags = [flag for name in packages for flag in ("-p", f"kvproof.{name}")]
     result = _run("mypy", "--config-file", "pyproject.toml", *flags)
     assert result.returncode == 0, result.stdout
 
 
 @_needs("mypy")
-def test_strictness_is_not_lost(tmp_path: Path) -> None:
-    """Positive control: an untyped function in kvproof.invariants would be refused."""
-    package = tmp_path / "kvproof" / "invariants"
+@pytest.mark.parametrize("folder", ["invariants", "kernels"])
+def test_strictness_is_not_lost(tmp_path: Path, folder: str) -> None:
+    """Positive control: an untyped function in a strict package would be refused."""
+    package = tmp_path / "kvproof" / folder
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
     (package / "planted.py").write_text("def untyped(x):\n    return x\n")
@@ -52,7 +53,7 @@ def test_strictness_is_not_lost(tmp_path: Path) -> None:
             "--config-file",
             str(ROOT / "pyproject.toml"),
             "-p",
-            "kvproof.invariants.planted",
+            f"kvproof.{folder}.planted",
         ],
         cwd=tmp_path,
         capture_output=True,

@@ -8,7 +8,7 @@ import traceback
 
 import typer
 
-from kvproof.fuzz.cli import bench, check, faults, invariants, replay, trace
+from kvproof.fuzz.cli import bench, check, faults, invariants, kernels, replay, trace
 from kvproof.fuzz.cli.output import EXIT_BAD_INPUT, EXIT_CLOSED_PIPE, EXIT_UNKNOWN
 from kvproof.invariants.errors import InputError
 
@@ -29,6 +29,7 @@ app.command("shrink")(replay.shrink)
 app.command("invariants")(invariants.invariants)
 app.add_typer(faults.app, name="faults")
 app.add_typer(bench.app, name="bench")
+app.add_typer(kernels.app, name="kernels")
 
 
 def main() -> None:
