@@ -591,7 +591,8 @@ def reserve_counts_from_the_end(
 )
 def steps_ignore_slots(original: Replacement, self: Engine, request: Request) -> int:
     """A step computes tokens for which there are no blocks yet."""
-    return len(request.tokens) - request.scheduled
+    loading = bool(request.transfers)  # is another matter
+    return 0 if loading else len(request.tokens) - request.scheduled
 
 
 # -- 14. Figures ---------------------------------------------------------------------------------
