@@ -12,6 +12,7 @@ from array import array
 from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from operator import attrgetter
 
 from kvproof.invariants.events import (
@@ -422,6 +423,15 @@ class Books:
             group.touched_keys = []
         if self.tiers is not None:
             self.tiers.settled()
+
+    def longest_hit(self, tags: Tags[int]) -> int:
+        """Rows of the longest prefix that is findable in every group, below the last token."""
+        size = self.block_size
+        rows = (len(tags) - 1) // size if self.configuration.prefix_caching else 0
+        for group in self.groups:
+            last_tags = tags[size - 1 : rows * size : size]
+            rows = len(list(takewhile(group.key_of_tag.__contains__, last_tags)))
+        return rows
 
     def tags_of(self, operation: Admit | Promote) -> Tags[int]:
         """Tags of the prompt that it is about; not to be changed."""

@@ -227,7 +227,7 @@ class Cap(Check):
         elif needed > books.configuration.blocks:
             reason = LARGER_THAN_POOL
         else:
-            hits = self._longest_hit(tags)
+            hits = books.longest_hit(tags)
             for group in self.groups:
                 if not self._fits(group, tags, needed, hits):
                     reason = NO_FREE_BLOCKS
@@ -238,16 +238,6 @@ class Cap(Check):
         self._judge(operation, outcome, reason, hits * size)
         if outcome.lookup != lookup or outcome.transfers:
             self._wrong_lookup(operation, outcome, lookup)
-
-    def _longest_hit(self, tags: Tags[int]) -> int:
-        """Rows of the longest prefix that is findable in every group, below the last token."""
-        size = self.block_size
-        rows = (len(tags) - 1) // size if self.books.configuration.prefix_caching else 0
-        for group in self.groups:
-            known, limit, rows = group.key_of_tag, rows, 0
-            while rows < limit and tags[rows * size + size - 1] in known:
-                rows += 1
-        return rows
 
     def _fits(self, group: GroupBooks, tags: Tags[int], needed: int, hits: int) -> bool:
         """Whether the new blocks are free beside the hits that come out of the free ones."""

@@ -282,21 +282,11 @@ class SchedulingBooks:
         tiers, tags = self.cache.tiers, request.prompt()
         if tags is None:
             return True
-        row = self.longest_hit(tags)
+        row = self.cache.longest_hit(tags)
         tag = (row + 1) * self.block_size - 1
         if tiers is None or tag >= len(tags) - 1:
             return False
         return tiers.answer(tags[tag]) == HIT_PENDING
-
-    def longest_hit(self, tags: Tags[int]) -> int:
-        """Rows of the longest prefix that is findable in every group, below the last token."""
-        size = self.block_size
-        rows = (len(tags) - 1) // size if self.configuration.prefix_caching else 0
-        for group in self.cache.groups:
-            known, limit, rows = group.key_of_tag, rows, 0
-            while rows < limit and tags[rows * size + size - 1] in known:
-                rows += 1
-        return rows
 
     def only_copied(self) -> bool:
         """Whether blocks are held by copies in flight and by nobody else: they will be free."""

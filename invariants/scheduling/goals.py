@@ -197,7 +197,7 @@ class SchedulingGoals:
                 continue
             tags = request.prompt()
             if tags is not None:
-                self._held_back[number] = books.longest_hit(tags)
+                self._held_back[number] = books.cache.longest_hit(tags)
 
     def _promoted(self, event: Scheduled) -> None:
         for number in event.admitted:

@@ -7,7 +7,6 @@ rarely; looking up a thousand blocks each time would cost more than all other ch
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import takewhile
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -36,6 +35,7 @@ class Hits:
     """The latest look-ups, by request."""
 
     def __init__(self, books: Books) -> None:
+        self._books = books
         self._groups = books.groups
         self._size = books.block_size
         self._caches = books.configuration.prefix_caching
@@ -74,10 +74,8 @@ class Hits:
 
     def _look_up(self, tags: Tags[int]) -> Hit:
         size = self._size
-        limit = rows = (len(tags) - 1) // size if self._caches else 0
-        for group in self._groups:
-            last_tags = tags[size - 1 : rows * size : size]
-            rows = len(list(takewhile(group.key_of_tag.__contains__, last_tags)))
+        rows = self._books.longest_hit(tags)
+        limit = (len(tags) - 1) // size if self._caches else 0
         last_tags = tags[size - 1 : rows * size : size]
         blocks = tuple([set(_reused(group, last_tags)) for group in self._groups])
         revived = max(
