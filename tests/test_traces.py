@@ -43,7 +43,7 @@ from kvproof.fuzz.traces.record import (
     write_records,
 )
 from kvproof.fuzz.traces.replay import IDLE_ITERATIONS, ObservedSubject, Replay
-from kvproof.fuzz.traces.table import comparison_table, result_tables
+from kvproof.fuzz.traces.table import comparison_tables, result_tables
 from kvproof.invariants.case import load_case
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.events import (
@@ -780,10 +780,23 @@ def test_result_is_json_and_a_table(told: CheckedTrace) -> None:
 
     console = Console(width=120, record=True, file=StringIO())
     console.print(result_tables(told.result))
-    console.print(comparison_table({"one": told.result, "another": told.result}))
+    console.print(comparison_tables({"one": told.result, "another": told.result}, 120))
     text = console.export_text()
     for name in (*decoded["metrics"], *decoded["percentiles"], "attention_mode", "fp8", "another"):
         assert name in text
+
+
+def test_columns_that_do_not_fit_are_in_another_table(told: CheckedTrace) -> None:
+    results = {f"policy{number} + host + disk": told.result for number in range(5)}
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(comparison_tables(results, 80))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80 + len("there is more than one output token")
+    rows = [line for line in lines if "ttft p50, s" in line]
+    assert len(rows) > 1
+    cells = [cell.strip() for row in rows for cell in row.split("│")[2:-1]]
+    assert len(cells) == 5
+    assert len(set(cells)) == 1
 
 
 def test_a_record_leaves_nothing_out(told: CheckedTrace, tmp_path: Path) -> None:
@@ -945,7 +958,7 @@ def test_a_table_has_rows_for_tiers_where_they_are_compared(
     )
     assert with_tiers.exit_code == 0
     assert "PASS 3 replays over few.jsonl" in with_tiers.stdout
-    rows = ("effective capacity gained", "stalls, request-iterations", "promotion p50", "ps a byte")
+    rows = ("capacity gained", "stalls, request-iterations", "promotion p50", "ps a byte")
     for words in rows:
         assert words in with_tiers.stdout
     without = CliRunner().invoke(app, ["trace", "few.jsonl", "--blocks", "512"])

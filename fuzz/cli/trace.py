@@ -42,7 +42,7 @@ from kvproof.fuzz.traces.record import (
     write_records,
 )
 from kvproof.fuzz.traces.replay import MAX_TOKENS
-from kvproof.fuzz.traces.table import comparison_table, result_tables
+from kvproof.fuzz.traces.table import comparison_tables, result_tables
 from kvproof.invariants.case import Case
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.scheduling.vocabulary import Limits
@@ -488,7 +488,8 @@ def _violations(report: _Report) -> list[dict[str, object]]:
 def _show(reports: Sequence[_Report], verdict: Verdict, written: Sequence[Path]) -> None:
     if len(reports) == 1:
         console.print(result_tables(reports[0].checked.result))
-    console.print(comparison_table({report.name: report.checked.result for report in reports}))
+    results = {report.name: report.checked.result for report in reports}
+    console.print(comparison_tables(results, console.width))
     tiered = any(report.checked.result.tiers.tiered for report in reports)
     _show_cost(reports[0].checked.result, tiered=tiered)
     for report in reports:
@@ -526,7 +527,9 @@ def _show_cost(result: TraceResult, *, tiered: bool) -> None:
             f"to or from the host, {cost.disk_latency_ns / 1e3:g} µs and {cost.disk_ps_per_byte} "
             "ps a byte to or from the disk, an assumption as well. Capacity gained: tokens "
             "findable below the device and not on it. A stall: a waiting request is held back in "
-            "one iteration, for KV on its way."
+            "one iteration, for KV on its way. Hits at admission are of the prompts' blocks; what "
+            "was promoted before is a hit of the device. Without a host, a policy that swaps "
+            "recomputes."
         )
 
 

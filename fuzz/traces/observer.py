@@ -47,6 +47,8 @@ class Series(Struct, frozen=True):
     """Referenced blocks, of all blocks; the mean over the iterations."""
     sequences: Sequence[float]
     """Requests in the step; the mean over the iterations."""
+    gained_tokens: Sequence[float] = ()
+    """Effective capacity gained by the tiers below the device; nothing where there are none."""
 
 
 class Observer:
@@ -64,6 +66,7 @@ class Observer:
         self._resumed_hits = self._resumed_queries = 0
         self._times_ns, self._blocks = array("q"), array("Q")
         self._sequences, self._tokens = array("I"), array("Q")
+        self._gained_tokens = array("Q")
         self._active, self._queued, self._live = Level(), Level(), Level()
         self._used, self._reserved, self._fragmentation = Level(), Level(), Level()
 
@@ -103,6 +106,8 @@ class Observer:
         self._blocks.append(self._total_blocks - self._free_blocks())
         self._sequences.append(self._engine.counters.batch_size)
         self._tokens.append(tokens)
+        if self._tiered:
+            self._gained_tokens.append(self._tiers.gained * self._block_size)
 
     def _count_resumed(self, resumed: Sequence[int]) -> None:
         """Prefix hits of those that are recomputed; swapped ones bring their tokens along."""
@@ -231,6 +236,7 @@ class Observer:
             [float(time) for time in np.asarray(self._times_ns)[starts] / NS_PER_S],
             [blocks / self._total_blocks for blocks in means(self._blocks)],
             means(self._sequences),
+            means(self._gained_tokens) if self._tiered else (),
         )
 
 

@@ -1,5 +1,7 @@
 """KV use and batch size over virtual time, one line per policy, in one picture.
 
+Where there are tiers below the device, also the capacity gained by them.
+
 Drawn by matplotlib, which is an extra: ``pip install 'kvproof[plot]'``.  A page (``.html``) has the
 picture in it as SVG, and needs nothing else.
 """
@@ -58,20 +60,27 @@ def plot(policies: Mapping[str, Series], title: str, path: Path) -> None:
 def _figure(policies: Mapping[str, Series], title: str) -> Figure:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 6), layout="constrained")
-    use, batch = figure.subplots(2, 1, sharex=True)
+    tiered = any(series.gained_tokens for series in policies.values())
+    figure = Figure(figsize=(10, 8 if tiered else 6), layout="constrained")
+    use, batch, *gained = figure.subplots(3 if tiered else 2, 1, sharex=True)
     for name, series in policies.items():
         percent = [100 * share for share in series.kv_use]
         use.step(series.seconds, percent, where="post", label=name, linewidth=1)
         batch.step(series.seconds, series.sequences, where="post", label=name, linewidth=1)
+        for axes in gained:
+            tokens = series.gained_tokens or [0.0] * len(series.seconds)
+            axes.step(series.seconds, tokens, where="post", label=name, linewidth=1)
     figure.suptitle(title)
     use.set_ylabel("KV blocks in use, %")
     use.set_ylim(0, 105)
     batch.set_ylabel("batch size, requests")
-    batch.set_ylim(bottom=0)
-    batch.set_xlabel("virtual time, s")
     use.legend(loc="lower right")
-    for axes in (use, batch):
+    for axes in gained:
+        axes.set_ylabel("capacity gained, tokens")
+    for axes in (batch, *gained):
+        axes.set_ylim(bottom=0)
+    (batch, *gained)[-1].set_xlabel("virtual time, s")
+    for axes in (use, batch, *gained):
         axes.grid(alpha=0.3)
     return figure
 

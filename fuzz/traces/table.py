@@ -59,23 +59,50 @@ def request_table(result: TraceResult) -> Table:
     return table
 
 
-def comparison_table(results: Mapping[str, TraceResult]) -> Table:
-    """One column for each policy, or each policy and memory hierarchy."""
+def comparison_tables(results: Mapping[str, TraceResult], width: int) -> Group:
+    """One column for each policy, or each policy and memory hierarchy.
+
+    Several tables, one below the other, where the columns do not fit ``width`` characters.
+    """
     slo = next(iter(results.values())).goodput.slo
-    table = Table(
-        title="Policies compared",
-        caption=f"Times are virtual. Good: ttft ≤ {slo.ttft:g} s, and tpot ≤ {slo.tpot:g} s if "
-        "there is more than one output token.",
-        title_justify="left",
-        caption_justify="left",
-    )
-    table.add_column("figure", no_wrap=True)
-    for name in results:
-        table.add_column(name, justify="right", overflow="fold")
     tiered = any(result.tiers.tiered for result in results.values())
-    for label, figure in (*_ROWS, *(_TIER_ROWS if tiered else ())):
-        table.add_row(label, *map(figure, results.values()))
+    rows = (*_ROWS, *(_TIER_ROWS if tiered else ()))
+    columns = {name: [figure(result) for _, figure in rows] for name, result in results.items()}
+    labels = [label for label, _ in rows]
+    tables = [_comparison(labels, part) for part in _that_fit(columns, labels, width)]
+    tables[0].title = "Policies compared"
+    tables[-1].caption = (
+        f"Times are virtual. Good: ttft ≤ {slo.ttft:g} s, and tpot ≤ {slo.tpot:g} s if "
+        "there is more than one output token."
+    )
+    return Group(*tables)
+
+
+def _comparison(labels: Sequence[str], columns: Mapping[str, Sequence[str]]) -> Table:
+    table = Table(title_justify="left", caption_justify="left")
+    table.add_column("figure", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", overflow="fold")
+    for label, *cells in zip(labels, *columns.values(), strict=True):
+        table.add_row(label, *cells)
     return table
+
+
+def _that_fit(
+    columns: Mapping[str, Sequence[str]], labels: Sequence[str], width: int
+) -> list[dict[str, Sequence[str]]]:
+    """As many columns beside the labels as there is room for, and then the others."""
+    room = width - max(map(len, labels)) - 4
+    parts: list[dict[str, Sequence[str]]] = []
+    left = 0
+    for name, cells in columns.items():
+        needed = 3 + max(map(len, [*cells, *name.split()]))
+        if not parts or needed > left:
+            parts.append({})
+            left = room
+        parts[-1][name] = cells
+        left -= needed
+    return parts
 
 
 Figure = Callable[[TraceResult], str]
@@ -167,7 +194,7 @@ def _took(took: Took) -> str:
 
 _TIER_ROWS: tuple[tuple[str, Figure], ...] = (
     (
-        "effective capacity gained, tokens, mean / most",
+        "capacity gained, tokens, mean / most",
         lambda r: _tokens(r.tiers.effective_capacity_gained_tokens),
     ),
     (
@@ -175,23 +202,23 @@ _TIER_ROWS: tuple[tuple[str, Figure], ...] = (
         lambda r: _gib_range(r.tiers.effective_capacity_gained_bytes),
     ),
     (
-        "sequences held by the host, mean / most",
+        "sequences on the host, mean / most",
         lambda r: (
             f"{r.tiers.suspended_sequences.mean:.1f} / {r.tiers.suspended_sequences.maximum:,.0f}"
         ),
     ),
     ("stalls, request-iterations", lambda r: f"{r.tiers.stalls:,}"),
     ("stalls, s", lambda r: _seconds(r.tiers.stall_seconds)),
-    ("promoted for waiting requests, GiB", lambda r: _gib(r, "promote")),
+    ("promoted for the waiting, GiB", lambda r: _gib(r, "promote")),
     ("… and first fetched from disk, GiB", lambda r: _gib(r, "fetch")),
-    ("device hits at admission, of blocks", _tier_hits("device")),
-    ("host hits, not promoted, of the others", _tier_hits("host")),
-    ("disk hits, not promoted, of the others", _tier_hits("disk")),
-    ("device to host, GiB/s", _moved("store")),
-    ("host to device, GiB/s", _moved("promote")),
-    ("host to disk, GiB/s", _moved("demote")),
-    ("disk to host, GiB/s", _moved("fetch")),
-    ("swapped out, GiB/s", _moved("swap_out")),
+    ("device hits at admission", _tier_hits("device")),
+    ("host hits, of the others", _tier_hits("host")),
+    ("disk hits, of the others", _tier_hits("disk")),
+    ("device to host, GiB/s of virtual time", _moved("store")),
+    ("host to device, GiB/s of virtual time", _moved("promote")),
+    ("host to disk, GiB/s of virtual time", _moved("demote")),
+    ("disk to host, GiB/s of virtual time", _moved("fetch")),
+    ("swapped out, GiB/s of virtual time", _moved("swap_out")),
     ("promotion p50 / p90, s", lambda r: _took(r.tiers.promotion_time)),
     ("… from disk to host, s", lambda r: _took(r.tiers.fetch_time)),
     ("host evictions, blocks", lambda r: f"{r.tiers.evictions['host']:,}"),

@@ -113,11 +113,16 @@ class TierObserver:
                 self._took_ns[kind].append(event.now_ns - since_ns)
             self.look(event.now_ns)
 
-    def look(self, now_ns: int) -> None:
-        """These are the levels until the clock moves again, or a copy has come."""
+    @property
+    def gained(self) -> int:
+        """Blocks findable below the device and not on it."""
         hierarchy = self._scheduler.engine.hierarchy
         assert hierarchy is not None, "only what has tiers is looked at"
-        self._gained.set(hierarchy.census.gained, now_ns)
+        return hierarchy.census.gained
+
+    def look(self, now_ns: int) -> None:
+        """These are the levels until the clock moves again, or a copy has come."""
+        self._gained.set(self.gained, now_ns)
         jobs = self._scheduler.suspended.values()
         self._suspended.set(len([job for job in jobs if job.state == "swapped"]), now_ns)
 

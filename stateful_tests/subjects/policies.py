@@ -28,6 +28,11 @@ def policy_factory(name: str, *, imports: bool = True) -> Callable[[], Scheduler
     """
     if name in POLICIES:
         return POLICIES[name]
+    if name in EVICTION_POLICIES:
+        raise InputError(
+            f"{name!r} is an eviction policy; here a scheduler policy is asked for: "
+            f"{', '.join(POLICY_NAMES)}, or MODULE:CLASS or FILE.py:CLASS of yours"
+        )
     policy = imported_class(name, imports=imports)
     if not callable(getattr(policy, "plan", None)):
         raise InputError(f"policy {name!r} has no method plan: see kvproof.engine.policy")

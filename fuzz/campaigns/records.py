@@ -1,0 +1,101 @@
+"""What a campaign writes to its folder; the layout is in docs/campaigns.md.
+
+Everything is JSON that is appended to or written once: a process that is killed loses the line
+that it was writing, and no more.  Campaigns of machines that cannot see each other are merged by
+reading several folders (``kvproof report DIR DIR``).
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct, field
+
+from kvproof.stateful_tests.totals import Totals
+
+FORMAT = "kvproof-campaign"
+VERSION = 1
+"""Raised whenever an old folder would mean something else, or nothing."""
+
+
+class Target(Struct, frozen=True, forbid_unknown_fields=True):
+    """One thing among which a campaign shares its time."""
+
+    name: str
+    """``cache``, ``tiers``, ``policy:NAME``, ``eviction:NAME``, ``kernels``, ``subject:NAME``."""
+    subject: str
+    """As ``--subject`` takes it; ``kernels`` for the kernels, which are no subject."""
+    share: float = 1.0
+    """Part of the time, in proportion to those of the others."""
+    tiers_share: float | None = None
+    """Part of the runs that have tiers below the device; None as it usually is."""
+
+
+class Campaign(Struct, frozen=True, forbid_unknown_fields=True):
+    """``campaign.json``: what is run.  The same campaign again goes on where it stopped."""
+
+    seed: str
+    targets: tuple[Target, ...]
+    shards: int
+    """Run number ``i`` of a target belongs to shard ``i`` modulo this."""
+    fault: str | None = None
+    """A seeded fault to be planted: to see a campaign find something."""
+    format: str = FORMAT
+    version: int = VERSION
+
+
+class Progress(Struct, frozen=True, forbid_unknown_fields=True):
+    """A line of a shard's journal: what was done on one target since the line before.
+
+    Sums over lines, shards and folders are the totals of a campaign.
+    """
+
+    target: str
+    at: float
+    """Seconds that the shard has been running, over all its processes, at the end of this."""
+    cpu_seconds: float
+    totals: Totals
+    drawn: int = 0
+    """Run numbers that were used up, those that were passed over included."""
+    transitions: dict[str, int] = field(default_factory=dict)
+    """How often each (operation, abstract state before, state after, outcome) came about."""
+    novel: int = 0
+    """Runs that showed something new to their shard, and were kept in the corpus."""
+    done_twice: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+    """Failing runs by the id of the finding that they show, as far as one can tell."""
+
+
+class FindingRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    """``findings/ID/finding.json``, beside ``case.json``, ``test_ID.py`` and ``log.txt``.
+
+    The kernels, and runs that never ended, leave no case that could be replayed: only
+    ``finding.json`` and ``log.txt``.
+    """
+
+    id: str
+    """Of its key: failing runs with one key are one finding."""
+    target: str
+    subject: str
+    property: str
+    kinds: tuple[str, ...]
+    """Operation kinds of the shrunk case, sorted, each once."""
+    features: tuple[str, ...]
+    """Swarm features that the shrunk case still needs."""
+    message: str
+    explanation: str
+    operations: int
+    """Length of the shrunk case."""
+    found_operations: int
+    seed: str
+    """Of the run."""
+    shard: int
+    at: float
+    """Seconds that the shard had been running."""
+    known: str | None = None
+    """The issue, where the ledger of known issues has one."""
+
+
+class PassedOver(Struct, frozen=True, forbid_unknown_fields=True):
+    """A line of ``shards/NNNN.passed.jsonl``: a run that its shard does not try again."""
+
+    seed: str
+    why: str
