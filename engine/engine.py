@@ -58,6 +58,7 @@ from kvproof.invariants.events import (
 from kvproof.invariants.operations import Media, Tier
 from kvproof.invariants.outcomes import (
     BLOCKS_IN_USE,
+    DISK_ERROR,
     HIT_PENDING,
     IN_FLIGHT,
     LARGER_THAN_POOL,
@@ -434,6 +435,8 @@ class Engine:
         (target,) = pool.take(1)
         # A new list: steps in flight refer to the old one (see StepItem).
         request.tables[pool.group] = [*table[:row], target, *table[row + 1 :]]
+        if self.hierarchy is not None:
+            self.hierarchy.copied(pool.group, source, target)
         pool.release([source])
         self.events.append(BlockCopied(pool.group, request.id, row, source, target, filled))
 
@@ -568,7 +571,7 @@ class Engine:
 
     def _release_host(self, request: Request) -> None:
         """What the host has of a suspended request is not wanted any more."""
-        if request.host_tables and self.hierarchy is not None:
+        if (request.host_tables or request.transfers) and self.hierarchy is not None:
             self.hierarchy.release(request)
 
     def _release(self, request: Request) -> None:
@@ -593,25 +596,34 @@ class Engine:
     def evict(self, blocks: int, tier: Tier = "device") -> Outcome:
         """Make up to ``blocks`` evictable blocks per group unfindable, as the policy orders.
 
-        On a lower tier refused with ``offload_off`` if nothing is copied to it.
+        On a lower tier refused with ``offload_off`` if nothing is copied to it, and with
+        ``disk_error`` if the disk does not take the note of it.
         """
         if tier == "device":
             return Outcome("done", count=sum(pool.evict(blocks, "request") for pool in self.pools))
         if self.hierarchy is None or not self.hierarchy.caches(tier):
             return Outcome("refused", OFFLOAD_OFF)
-        return Outcome("done", count=self.hierarchy.evict(tier, blocks))
+        evicted = self.hierarchy.evict(tier, blocks)
+        if evicted is None:
+            return Outcome("refused", DISK_ERROR)
+        return Outcome("done", count=evicted)
 
     def reset(self) -> Outcome:
         """Empty the prefix cache, on all tiers.
 
-        Refused with ``blocks_in_use`` while any block is referenced, or a transfer is in flight.
+        Refused with ``blocks_in_use`` while any block is referenced, a transfer is in flight, or
+        the host has blocks of a suspended request: what was computed before must not be found
+        after, and would be when that request is resumed.  Refused with ``disk_error`` if the disk
+        does not take the note of it.
         """
         hierarchy = self.hierarchy
         if any(pool.free_count + pool.withheld < pool.usable for pool in self.pools) or (
-            hierarchy is not None and hierarchy.transfers
+            hierarchy is not None and hierarchy.in_use
         ):
             return Outcome("refused", BLOCKS_IN_USE)
         below = hierarchy.reset() if hierarchy is not None else 0
+        if below is None:
+            return Outcome("refused", DISK_ERROR)
         return Outcome("done", count=below + sum(p.evict(p.usable, "reset") for p in self.pools))
 
     def promote(self, request: Request, to: Tier, blocks: int = 0) -> Outcome:
@@ -697,7 +709,10 @@ class Engine:
         for item in step.items:
             request = self.requests.get(item.request)
             # A result of a request that has ended, or of an epoch before its preemption, is void.
-            if request is not None and request.epoch == item.epoch:
+            live = request is not None and request.epoch == item.epoch
+            if self.hierarchy is not None:
+                self.hierarchy.computed(item, request if live else None)
+            if request is not None and live:
                 self._apply_result(request, item)
         for number, tables in step.fenced:
             self._release_tables(number, tables, step.number)
@@ -722,8 +737,6 @@ class Engine:
             while row < full and pool.publish(table[row], keys[row + 1]):
                 row += 1
             if row > first:
-                if self.hierarchy is not None:
-                    self.hierarchy.computed(pool.group, table[first:row], keys[first + 1 : row + 1])
                 self.events.append(
                     BlocksPublished(
                         pool.group, request.id, first, table[first:row], keys[first + 1 : row + 1]

@@ -70,7 +70,7 @@ class Counters:
         """By completed transfers."""
         self.transfers_failed = 0
         self.corrupt_blocks = 0
-        """Found to be damaged on disk, and dropped."""
+        """Found to be damaged on disk, and dropped; entries of the index count as well."""
         self.stalls = 0
         self.tier_queries: dict[Tier, int] = dict.fromkeys(_TIERS, 0)
         self.tier_hits: dict[Tier, int] = dict.fromkeys(_TIERS, 0)

@@ -1,9 +1,11 @@
 """The scheduler's use of the memory hierarchy: what is copied, when, and when it has arrived.
 
-Before each plan, and while time passes, completed blocks that the host lacks are copied to it, and
-from there to the disk (write-through: what the device evicts later is there).  For the first
-waiting requests, what a lower tier has of their prompts is promoted, while their whole prompts fit
-the free blocks.
+Before each plan, and while time passes, blocks that were completed since are copied to the host,
+unless it has them, and from there to the disk (write-through).  Each is copied once.  What a lower
+tier evicts is not copied there again while the tier above still has it: it would only push out
+what came after it.  So what the device evicts later is below as long as there is room for it, and
+no longer.  For the first waiting requests, what a lower tier has of their prompts is promoted,
+while their whole prompts fit the free blocks.
 
 A request whose next block is on its way is *deferred*: neither it nor any that arrived later is
 shown to the policy, so that nobody overtakes it, and it is admitted with the hit that it waited

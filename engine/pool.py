@@ -12,7 +12,7 @@ Block 0 is the null block: never free, never written, in no request's table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice, takewhile
 from typing import Literal
 
@@ -68,15 +68,23 @@ class BlockPool:
         self._cached = eviction
         self._events = events
 
-    def take(self, count: int) -> list[int]:
-        """Hand out free blocks, each with one reference; their old content is not findable."""
-        if count > self.free_count:
-            raise PoolExhaustedError(f"{count} blocks wanted, {self.free_count} free")
+    def room(self, protect: Collection[int]) -> int:
+        """Blocks that may be taken without evicting a protected one."""
+        return self.free_count - self.count_unreferenced(protect)
+
+    def take(self, count: int, protect: Collection[int] = ()) -> list[int]:
+        """Hand out free blocks, each with one reference; their old content is not findable.
+
+        Of the cached ones the next victims, but for the protected ones.
+        """
+        room = self.room(protect) if protect else self.free_count
+        if count > room:
+            raise PoolExhaustedError(f"{count} blocks wanted, {room} free")
         empty = self._empty
         taken = empty[: -count - 1 : -1]  # last in, first out
         del empty[len(empty) - len(taken) :]
         if len(taken) < count:
-            taken += self._evict(count - len(taken), "pressure")
+            taken += self._evict(count - len(taken), "pressure", protect)
         ref_counts = self.ref_counts
         for block in taken:
             ref_counts[block] = 1
@@ -96,7 +104,7 @@ class BlockPool:
         found = takewhile(bool, map(self.index.get, islice(keys, 1, count + 1)))
         return list(chain.from_iterable(found))  # type: ignore[arg-type]
 
-    def count_unreferenced(self, blocks: Sequence[int]) -> int:
+    def count_unreferenced(self, blocks: Collection[int]) -> int:
         """How many of ``blocks`` would leave the free ones when referenced (survey row R16)."""
         ref_counts = self.ref_counts
         return len([block for block in blocks if ref_counts[block] == 0])
@@ -160,14 +168,18 @@ class BlockPool:
         """All free blocks, in the order in which :meth:`take` would hand them out."""
         return chain(reversed(self._empty), self._cached)
 
-    def _evict(self, count: int, cause: Literal["pressure", "request", "reset"]) -> list[int]:
+    def _evict(
+        self,
+        count: int,
+        cause: Literal["pressure", "request", "reset"],
+        protect: Collection[int] = (),
+    ) -> list[int]:
         """Forget the content of the next ``count`` victims, which the caller puts elsewhere."""
         if not count:
             return []
         victims, keys = [], []
-        next_victim, evicted, forget = self._cached.victim, self._cached.evicted, self._forget
-        for _ in range(count):
-            block = next_victim()
+        evicted, forget = self._cached.evicted, self._forget
+        for block in self._next_victims(count, protect):
             evicted(block)
             victims.append(block)
             keys.append(forget(block))
@@ -175,6 +187,12 @@ class BlockPool:
         self.generation += 1
         self._events.append(BlocksEvicted(self.group, victims, keys, cause))
         return victims
+
+    def _next_victims(self, count: int, protect: Collection[int]) -> Iterable[int]:
+        """Each must be evicted before the next is asked for, unless some are protected."""
+        if not protect:
+            return (self._cached.victim() for _ in range(count))
+        return list(islice((block for block in self._cached if block not in protect), count))
 
     def _forget(self, block: int) -> bytes:
         """The block's content is not findable any more; says its key."""

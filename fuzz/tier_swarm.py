@@ -22,6 +22,7 @@ from kvproof.invariants.operations import (
     Cancel,
     Complete,
     Corrupt,
+    DiskFile,
     Evict,
     Fail,
     Finish,
@@ -72,6 +73,9 @@ _BESIDE = {
     "purge": 0.1,
     "starve": 0.05,
     "feed": 0.1,
+    "flood": 0.05,
+    "head": 0.05,
+    "squeeze": 0.05,
     "wait": 0.1,
     "choke": 0.05,
     "preempt": 0.5,
@@ -82,13 +86,14 @@ _BESIDE = {
     "notify": 0.2,
     "withhold": 0.1,
     "corrupt": 0.2,
+    "rot": 0.05,
     "restart": 0.1,
     "slow": 0.1,
 }
 """… and what happens meanwhile, of which many a run has nothing, or a lot."""
 _BESIDE_FACTORS = (0, 0, 1, 1, 3)
-_IO_FAULTS = ("withhold", "starve", "feed", "choke", "corrupt", "restart", "slow")
-_ON_DISK = ("save", "fetch", "choke", "corrupt", "restart", "slow")
+_IO_FAULTS = ("withhold", "starve", "feed", "squeeze", "choke", "corrupt", "rot", "restart", "slow")
+_ON_DISK = ("save", "fetch", "choke", "corrupt", "rot", "restart", "slow")
 _KINDS = {
     "wait": "admit",
     "save": "offload",
@@ -97,16 +102,23 @@ _KINDS = {
     "purge": "evict",
     "starve": "withhold",
     "feed": "withhold",
+    "flood": "admit",
+    "head": "admit",
+    "squeeze": "withhold",
     "choke": "fail",
+    "rot": "corrupt",
 }
 """Uses of a kind: admissions that wait; copies to the disk and from there; evictions on the host,
-and on any tier; all blocks of a tier withheld, or none; failures of the disk."""
+and on any tier; all blocks of a tier withheld, or none; a prompt that needs nearly all of the
+device, or only the first block of another one; all blocks of the device but one withheld; the
+disk's failures; its index damaged."""
 _DISTINCT = ("salt", "adapter", "media", "tails")
 """Features under which prompts differ: off in half of the runs that would have them, since what is
 stored has to be asked for again."""
 _COMPUTED = ("admit", "launch", "retire")
 _STORED = (*_COMPUTED, "offload", "complete")
 _LOST = (*_STORED, "finish", "evict")
+_FLOODED = (*_STORED, "finish", *["flood"] * 3, "launch", "retire", *["finish"] * 2)
 _SAVED = (*_STORED, "save", "complete", "finish", "evict", "lose")
 _TOURS: Mapping[OffloadMeaning, tuple[tuple[str, ...], ...]] = {
     "prefix": (
@@ -114,10 +126,13 @@ _TOURS: Mapping[OffloadMeaning, tuple[tuple[str, ...], ...]] = {
         (*_LOST, "promote", "admit", "land", "fail", "promote", "complete"),
         (*_LOST, "promote", "wait", "land", "fail", "promote", "complete", "wait"),
         (*_LOST, "starve", "promote", "feed", "promote", "reset", "complete"),
+        (*_FLOODED, "promote", "complete", "admit"),
+        (*_LOST, "head", "launch", "retire", "finish", "squeeze", "promote", "feed"),
         (*_LOST, "admit", "launch", "abort", "starve", "promote", "feed", "retire", "complete"),
         (*_COMPUTED, "offload", "fail", "offload", "notify", "complete", "notify"),
         (*_STORED, "save", "choke", "save", "choke", "save", "complete"),
         (*_STORED, "save", "restart", "save", "complete", "purge", "restart"),
+        (*_STORED, "save", "cancel", "restart", "save", "complete", "rot", "restart"),
         (*_SAVED, "fetch", "complete", "promote", "complete", "admit"),
         (*_SAVED, "fetch", "admit", "complete", "lose", "fetch", "fail"),
         (*_SAVED, "fetch", "complete", "save", "complete", "purge"),
@@ -126,11 +141,23 @@ _TOURS: Mapping[OffloadMeaning, tuple[tuple[str, ...], ...]] = {
     "suspension": (
         (*_COMPUTED, "preempt", "complete", "resume", "complete", "launch", "retire"),
         (*_COMPUTED, "preempt", "complete", "resume", "abort", "complete"),
+        (
+            *_COMPUTED,
+            "preempt",
+            *["complete"] * 2,
+            "resume",
+            "fail",
+            "launch",
+            "complete",
+            "launch",
+        ),
         (*_COMPUTED, "preempt", "resume", "complete", "resume", "preempt", "complete"),
     ),
 }
 """What has to be done, in this order, for a block to be promoted, to come back from the disk, to
 be suspended and back, or for something to go wrong with it: which hardly ever happens by chance."""
+_FLOOD = 30
+"""Source of prompts that nobody else has."""
 _NEWEST = 839
 """Modulo any number of candidates up to eight, the last of them."""
 
@@ -148,7 +175,7 @@ def _about(subject: Admit, operation: AnyOperation) -> AnyOperation:
         return replace(operation, request=_NEWEST)
     if isinstance(operation, Notify):
         return Notify()
-    if isinstance(operation, Land | Complete | Fail | Restart):
+    if isinstance(operation, Land | Complete | Fail | Cancel | Restart):
         return replace(operation, transfer=_NEWEST)
     if isinstance(operation, Launch):
         return Launch()
@@ -212,6 +239,7 @@ class TierArguments:
         """``plain``: what draws the operations of a run without tiers."""
         self._rng = rng
         self._features = frozenset(features)
+        self._block_size = configuration.block_size
         self._plain = plain
         self._tours = [
             tour
@@ -231,6 +259,9 @@ class TierArguments:
             **plain,
             "admit": lambda: replace(self._prompt(), wait=self._is("waits", 0.5)),
             "wait": lambda: replace(self._prompt(), wait=True),
+            "flood": self._flood,
+            "head": lambda: self._head(self._prompt()),
+            "squeeze": lambda: Withhold("device", max(1, self._all[0] - 1)),
             "evict": lambda: Evict(rng.choice((1, 2, self._all[0], self._all[0]))),
             "purge": self._purge,
             "preempt": self._preempt,
@@ -244,14 +275,19 @@ class TierArguments:
                 "device" if rng.random() < 0.6 else self._tier()[0], _NEWEST
             ),
             "feed": lambda: Withhold(self._tier()[0]),
-            "choke": lambda: Fail(self._transfer(), rng.choice(("short_write", "disk_full"))),
+            "choke": lambda: Fail(
+                self._transfer(), rng.choice(("short_write", "disk_full")), self._file()
+            ),
             "land": lambda: Land(self._transfer(), rng.choice((1, 1, 2))),
             "complete": lambda: Complete(self._transfer()),
             "fail": self._fail,
             "cancel": lambda: Cancel(self._transfer()),
             "notify": lambda: Notify(self._transfer()),
             "withhold": self._withhold,
-            "corrupt": lambda: Corrupt(int(rng.random() * 4), int(rng.random() * 128)),
+            "corrupt": lambda: Corrupt(
+                int(rng.random() * 4), int(rng.random() * 128), self._file()
+            ),
+            "rot": lambda: Corrupt(int(rng.random() * 4), int(rng.random() * 128), "index"),
             "restart": lambda: Restart(self._transfer(), int(rng.random() * 5)),
             "slow": lambda: Slow(rng.choice((1, 10))),
         }
@@ -276,10 +312,16 @@ class TierArguments:
                 yield _about(subject, other) if rng.random() < 0.5 else other
                 if rng.random() < 0.3:
                     continue
-            operation = self._draws[step]()
-            yield _about(subject, operation) if rng.random() < 0.95 else operation
+            yield self._step(subject, step)
             if rng.random() > self._goes_on:
                 return
+
+    def _step(self, subject: Admit, step: str) -> AnyOperation:
+        if step == "head":
+            return self._head(subject)
+        operation = self._draws[step]()
+        about = step != "flood" and self._rng.random() < 0.95
+        return _about(subject, operation) if about else operation
 
     def _subject(self) -> Admit:
         """What a tour is about: mostly a prompt that other requests do not share."""
@@ -302,6 +344,19 @@ class TierArguments:
         assert isinstance(admit, Admit)
         latest.append(admit)
         return admit
+
+    def _flood(self) -> Admit:
+        """A prompt for all of the device but for a few blocks, or for half of it."""
+        blocks, left = self._all[0], self._rng.choice((0, 1, 1, 2, 2, 3, None))
+        rows = blocks // 2 if left is None else max(1, blocks - left)
+        return Admit((Segment(_FLOOD + int(self._rng.random() * 3), rows * self._block_size),))
+
+    def _head(self, admit: Admit) -> Admit:
+        """The same prompt, of which only the first block can be hit."""
+        first = admit.prompt[0]
+        if first.length <= self._block_size:
+            return admit
+        return replace(admit, prompt=(Segment(first.source, self._block_size + 1),), slots=0)
 
     def _resume(self) -> Resume:
         resume = self._plain["resume"]()
@@ -334,6 +389,10 @@ class TierArguments:
             to=to,
             blocks=self._rng.choice((0, 0, 0, 1)),
         )
+
+    def _file(self) -> DiskFile:
+        """Where a fault of the disk is: mostly in the data."""
+        return "index" if self._rng.random() < 0.3 else "data"
 
     def _fail(self) -> Fail:
         rng = self._rng

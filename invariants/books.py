@@ -40,6 +40,7 @@ from kvproof.invariants.operations import (
     Preempt,
     Promote,
     Reserve,
+    Reset,
     Resume,
     Withhold,
 )
@@ -69,6 +70,7 @@ class RequestModel:
         "launched",
         "loading",
         "order",
+        "outdated",
         "running",
         "scheduled",
         "slots",
@@ -104,6 +106,8 @@ class RequestModel:
         """… and those that copy it back."""
         self.suspended = 0
         """Computed tokens that were swapped out, until they are back or lost."""
+        self.outdated = 0
+        """Leading tokens that were computed before the prefix cache was reset."""
         self.tables: list[list[int]] = [[] for _ in range(groups)]
         self.verified = [0] * groups
         """Per group: leading positions whose slots are known to hold the right tags."""
@@ -113,6 +117,10 @@ class RequestModel:
     @property
     def length(self) -> int:
         return len(self.tags)
+
+    def lose(self) -> None:
+        """Nothing of it is computed any more."""
+        self.computed = self.scheduled = self.suspended = self.outdated = 0
 
     def standing(self, block_size: int) -> Standing:
         """What the subject's view of this request should be."""
@@ -382,6 +390,7 @@ class Books:
             Preempt: self._preempt,
             Resume: self._resume,
             Withhold: self._withhold,
+            Reset: self._reset,
         }
         self.event_handlers: dict[type[Event], Callable[..., None]] = {
             BlocksAllocated: self._blocks_allocated,
@@ -426,12 +435,17 @@ class Books:
 
     def longest_hit(self, tags: Tags[int]) -> int:
         """Rows of the longest prefix that is findable in every group, below the last token."""
+        last_tags = self.rows_to_hit(tags)
+        for group in self.groups:
+            found = len(list(takewhile(group.key_of_tag.__contains__, last_tags)))
+            last_tags = last_tags[:found]
+        return len(last_tags)
+
+    def rows_to_hit(self, tags: Tags[int]) -> Tags[int]:
+        """The last tags of the full rows below the last token: those that may be cached."""
         size = self.block_size
         rows = (len(tags) - 1) // size if self.configuration.prefix_caching else 0
-        for group in self.groups:
-            last_tags = tags[size - 1 : rows * size : size]
-            rows = len(list(takewhile(group.key_of_tag.__contains__, last_tags)))
-        return rows
+        return tags[size - 1 : rows * size : size]
 
     def tags_of(self, operation: Admit | Promote) -> Tags[int]:
         """Tags of the prompt that it is about; not to be changed."""
@@ -489,6 +503,7 @@ class Books:
         for number in outcome.children:
             child = RequestModel(number, self._entered, parent.tags[:], len(self.groups))
             child.computed = child.scheduled = parent.computed
+            child.outdated = parent.outdated
             child.verified = parent.verified[:]
             self._enter(child)
 
@@ -508,8 +523,10 @@ class Books:
         request.swapped = operation.swap
         request.epoch += 1
         request.loading = _NONE
-        request.suspended = request.computed if operation.swap else 0
-        request.computed = request.scheduled = request.suspended
+        if operation.swap:
+            request.suspended = request.scheduled = request.computed
+        else:
+            request.lose()
         request.verified = [0] * len(self.groups)
         request.trusted_rows = [0] * len(self.groups)
         self.touched_requests[request.id] = request
@@ -538,6 +555,13 @@ class Books:
         elif self.tiers is not None:
             for tier in self.tiers.of(operation.tier):
                 tier.withhold(operation.blocks)
+
+    def _reset(self, operation: Reset, outcome: Outcome) -> None:
+        """What is computed by now, or on its way, is never to be found again."""
+        for request in self.requests.values():
+            request.outdated = max(request.scheduled, request.suspended)
+        for transfer in self.tiers.in_flight.values() if self.tiers is not None else ():
+            transfer.outdated = True
 
     def _target(self, outcome: Outcome) -> RequestModel:
         assert outcome.request is not None

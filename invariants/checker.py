@@ -117,7 +117,7 @@ class Checker:
         """Operations observed, by kind and status."""
         view = self._view = subject.view()
         self._block_size = configuration.block_size
-        self.checks = [check(self.books, shadows, view, self.violations.append) for check in checks]
+        self.checks = [check(self.books, shadows, view, self._report) for check in checks]
         self.goals = Goals(self.books)
         blocks = configuration.blocks
         if self.books.tiers is not None:
@@ -182,6 +182,11 @@ class Checker:
             for kind, handler in stage.items():
                 handlers[kind].append(handler)
         return {kind: tuple(handlers[kind]) for kind in EVENT_TYPES}
+
+    def _report(self, violation: Violation) -> None:
+        """A violation, unless it was reported already: several looks may see the same."""
+        if all(violation != replace(known, op=violation.op) for known in self.violations):
+            self.violations.append(violation)
 
     # -- observation -------------------------------------------------------------------------------
 

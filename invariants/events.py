@@ -162,6 +162,8 @@ class TierReopened(Event, frozen=True, gc=False):
     group: int
     slots: Sequence[int]
     keys: Sequence[bytes]
+    damaged: Sequence[int] = ()
+    """Slots whose entry in the index is damaged: what they held is lost."""
 
 
 class BlocksPublished(Event, frozen=True, gc=False):

@@ -39,7 +39,8 @@ from kvproof.invariants.operations import (
 )
 from kvproof.invariants.outcomes import NO_FREE_BLOCKS, NO_HOST_BLOCKS, Outcome
 from kvproof.invariants.property import EventHandler, OperationHandler
-from kvproof.invariants.tier_goals import SITUATIONS, TierGoals
+from kvproof.invariants.tier_goals import TierGoals
+from kvproof.invariants.tier_situations import SITUATIONS
 
 
 class Goal(Struct, frozen=True):

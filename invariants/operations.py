@@ -22,6 +22,8 @@ Tokens = Annotated[int, Meta(ge=1, le=1 << 22)]
 Index = Annotated[int, Meta(ge=0, le=1 << 40)]
 Tier = Literal["device", "host", "disk"]
 """Where KV blocks live: accelerator memory, host memory, files."""
+DiskFile = Literal["data", "index"]
+"""The two files of a disk tier: the blocks, and which of them count."""
 
 
 class Segment(Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
@@ -126,7 +128,7 @@ class Evict(Operation, frozen=True, gc=False):
 
 
 class Reset(Operation, frozen=True, gc=False):
-    """Empty the prefix cache; refused while any block is referenced."""
+    """Empty the prefix cache; refused while any block is referenced, or a request is suspended."""
 
 
 class Preempt(Operation, frozen=True, gc=False):
@@ -222,12 +224,13 @@ class Complete(Operation, frozen=True, gc=False):
 class Fail(Operation, frozen=True, gc=False):
     """A transfer ends without all its bytes: none of them counts.
 
-    ``short_write`` and ``disk_full`` happen in the file of a transfer to disk; in others they are
-    errors.  After a ``timeout`` a notice of completion may still come: see ``Notify``.
+    ``short_write`` and ``disk_full`` happen in a file (``file``) of a transfer to disk; in others
+    they are errors.  After a ``timeout`` a notice of completion may still come: see ``Notify``.
     """
 
     transfer: Index = 0
     cause: Literal["error", "timeout", "short_write", "disk_full"] = "error"
+    file: DiskFile = "data"
 
 
 class Cancel(Operation, frozen=True, gc=False):
@@ -256,10 +259,15 @@ class Withhold(Operation, frozen=True, gc=False):
 
 
 class Corrupt(Operation, frozen=True, gc=False):
-    """One byte of a block on disk is damaged: of the ``block``-th, in the order of its index."""
+    """One byte of a block on disk is damaged: of the ``block``-th, in the order of its index.
+
+    ``file``: in its data, which is found out when it is read, or in its entry in the index, which
+    is found out when the tier comes back.
+    """
 
     block: Index = 0
     byte: Index = 0
+    file: DiskFile = "data"
 
 
 class Restart(Operation, frozen=True, gc=False):

@@ -7,7 +7,7 @@ nobody references or pins them.  Written from the policies' definitions, not fro
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -38,6 +38,10 @@ class Order(Protocol):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[int]: ...
+
+
+_SHOWN = 8
+"""Entries that a description names."""
 
 
 class LeastRecent:
@@ -126,6 +130,16 @@ class Adaptive:
         while of_frequent and self._remembered() > 2 * self.capacity:
             del of_frequent[next(iter(of_frequent))]
 
+    def describe(self) -> str:
+        """Its four lists and the target, in words."""
+        once, again = (list(entries)[:_SHOWN] for entries in (self.recent, self.frequent))
+        ghosts = [[f"{key.hex()[:12]}…" for key in keys][:_SHOWN] for keys in self.ghosts]
+        return (
+            f"blocks {once} were used once, {again} again; of those evicted lately it remembers "
+            f"keys {_listed(ghosts[0])} as used once, {_listed(ghosts[1])} as used again; "
+            f"{self.share} of {self.capacity} blocks are for those used once"
+        )
+
     def _remembered(self) -> int:
         return len(self) + sum(map(len, self.ghosts))
 
@@ -144,6 +158,10 @@ class Adaptive:
         yield from islice(self.recent, beyond)
         yield from self.frequent
         yield from islice(self.recent, beyond, None)
+
+
+def _listed(words: Sequence[str]) -> str:
+    return f"[{', '.join(words)}]"
 
 
 def order_of(name: EvictionOrder, capacity: int) -> Order:

@@ -40,6 +40,8 @@ a step or is in one."""
 
 NO_DISK_BLOCKS = "no_disk_blocks"
 """The disk has no room for the blocks."""
+DISK_ERROR = "disk_error"
+"""The disk does not take the note that blocks are dropped."""
 OFFLOAD_OFF = "offload_off"
 """The tier is not there, or this meaning of offload is not on."""
 NOTHING_TO_MOVE = "nothing_to_move"

@@ -152,10 +152,19 @@ class Check(Described):
         block: int | None = None,
         request: int | None = None,
         tier: Tier = "device",
+        transfer: int | None = None,
     ) -> None:
         """Report a violation of this check's property."""
         self._report(
-            Violation(self.id(), message, group=group, block=block, request=request, tier=tier)
+            Violation(
+                self.id(),
+                message,
+                group=group,
+                block=block,
+                request=request,
+                tier=tier,
+                transfer=transfer,
+            )
         )
 
     @classmethod

@@ -42,6 +42,7 @@ class TransferModel:
         "kind",
         "landed",
         "number",
+        "outdated",
         "request",
         "source",
         "sources",
@@ -69,6 +70,8 @@ class TransferModel:
         self.epoch = 0 if request is None else request.epoch
         self.landed = 0
         self.cancelled = False
+        self.outdated = False
+        """Whether what it moves was computed before the prefix cache was reset."""
         self.bytes = b""
         """What the sources held when it started …"""
         self.copied = 0
@@ -76,12 +79,14 @@ class TransferModel:
 
     @property
     def void(self) -> bool:
-        """Whether its result means nothing any more: cancelled, or its request went on without."""
+        """Whether its result means nothing any more: cancelled, or its request went on without, or
+        has lost what it moves."""
         request = self.request
         return self.cancelled or (
             request is not None
             and (
                 request.epoch != self.epoch
+                or not request.suspended
                 or (self.number not in request.departing and self.number not in request.loading)
             )
         )
@@ -116,6 +121,7 @@ class TierBooks:
         "tier",
         "touched",
         "touched_keys",
+        "unlisted",
         "withheld",
     )
 
@@ -147,6 +153,9 @@ class TierBooks:
         """Findable and not busy, the next victim first."""
         self.withheld = 0
         self.corrupt: set[int] = set()
+        """Findable slots whose bytes are damaged …"""
+        self.unlisted: set[int] = set()
+        """… and those whose entry in the index on disk is: a restart does not find them."""
         self.queue: dict[int, None] = {}
         """Findable slots that were not copied to the tier below since, in that order."""
         self.evicting: list[int] = []
@@ -242,6 +251,7 @@ class TierBooks:
             self.slot_of_key[key] = slot
             self.slot_of[tag] = slot
             self.corrupt.discard(slot)
+            self.unlisted.discard(slot)
         self.touched_keys += keys
 
     def unpublish(self, slots: Sequence[int]) -> None:
@@ -255,6 +265,7 @@ class TierBooks:
             self.slot_of.pop(self.tag_of.pop(slot), None)
             self.queue.pop(slot, None)
             self.corrupt.discard(slot)
+            self.unlisted.discard(slot)
             if slot not in self.busy:
                 self.emptied.append(slot)
         self.touched += slots

@@ -1,12 +1,14 @@
-"""Explanations: the life of one block or one request, in prose.
+"""Explanations: the life of one block, one request or one transfer, in prose.
 
-A violation names a block or a request; its story is told from the recorded run, which a replay
-of the shrunk case provides.  One sentence a moment, in the nouns of the subject.
+A violation names a block or a request, and perhaps a transfer; their stories are told from the
+recorded run, which a replay of the shrunk case provides.  One sentence a moment, in the nouns of
+the subject.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -44,7 +46,7 @@ from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.scheduling.story import iterations_story, rejected_state
 from kvproof.invariants.scheduling.vocabulary import SchedulerEvent
 from kvproof.invariants.slot_books import ENDS
-from kvproof.invariants.verdict import SCHEDULING_PROPERTIES, Violation
+from kvproof.invariants.verdict import SCHEDULING_PROPERTIES, Violation, counted
 
 
 class Moment(Struct, frozen=True):
@@ -64,14 +66,12 @@ def explain(violation: Violation, moments: Sequence[Moment], block_size: int) ->
         what = _with_iterations(what, events)
         if violation.property in SCHEDULING_PROPERTIES:
             return what  # its request is named by arrival, not as the cache names it
-    story = list(_story(violation, moments, block_size))
-    if not story:
-        return what
-    subject = f"Request {violation.request}"
-    if violation.block is not None:
-        tier = "" if violation.tier == "device" else f"{violation.tier.capitalize()} b"
-        subject = f"{tier or 'B'}lock {violation.block}"
-    return f"{what}\n{subject}: {'; '.join(story)}."
+    stories = [
+        f"{subject}: {'; '.join(story)}."
+        for subject, teller in _tellers(violation, block_size)
+        if (story := list(_story(teller, moments)))
+    ]
+    return "\n".join([what, *stories])
 
 
 def _with_iterations(what: str, events: Sequence[Event]) -> str:
@@ -80,21 +80,31 @@ def _with_iterations(what: str, events: Sequence[Event]) -> str:
     return f"{what}\nWhat happened: {iterations_story(events)}.{given}"
 
 
-def _story(violation: Violation, moments: Sequence[Moment], block_size: int) -> Iterator[str]:
-    teller: _Block | _Slot | _Request
-    if violation.block is not None and violation.tier != "device":
-        teller = _Slot(violation.tier, violation.group, violation.block)
-    elif violation.block is not None:
-        teller = _Block(violation.group, violation.block, block_size)
+def _tellers(violation: Violation, block_size: int) -> Iterator[tuple[str, _Teller]]:
+    """Of whose lives a violation asks to be told, and who tells them."""
+    group, block, tier = violation.group, violation.block, violation.tier
+    if block is not None and tier != "device":
+        yield f"{tier.capitalize()} block {block}", _Slot(tier, group, block)
+    elif block is not None:
+        yield f"Block {block}", _Block(group, block, block_size)
     elif violation.request is not None:
-        teller = _Request(violation.request)
-    else:
-        return
+        yield f"Request {violation.request}", _Request(violation.request)
+    if violation.transfer is not None:
+        yield f"Transfer {violation.transfer}", _Transfer(violation.transfer)
+
+
+def _story(teller: _Teller, moments: Sequence[Moment]) -> Iterator[str]:
     for moment in moments:
         for event in moment.events:
             said = teller.tell(event)
             if said:
                 yield f"{said} at op {moment.op} ({kind_of(moment.operation)})"
+
+
+class _Teller(Protocol):
+    def tell(self, event: Event) -> str | None:
+        """What the event did to the teller's subject, if anything."""
+        ...
 
 
 class _Block:
@@ -272,6 +282,47 @@ class _Slot:
         return "found again after a restart" if isinstance(event, TierReopened) else None
 
 
+class _Transfer:
+    """Tells what an event did to one transfer, or to the request whose blocks it moves."""
+
+    def __init__(self, transfer: int) -> None:
+        self._transfer = transfer
+        self._whose: int | None = None
+        self._under_way = False
+
+    def tell(self, event: Event) -> str | None:
+        if getattr(event, "transfer", None) == self._transfer:
+            return self._own(event)
+        if not self._under_way or getattr(event, "request", None) != self._whose:
+            return None
+        match event:
+            case RequestPreempted() | RequestFinished() | RequestAborted():
+                did = type(event).__name__.removeprefix("Request").lower()
+                return f"r{event.request}, whose blocks it moves, was {did}"
+            case SlotsReleased():
+                return f"r{event.request} gave up {event.tier} blocks {list(event.slots)}"
+        return None
+
+    def _own(self, event: Event) -> str | None:
+        match event:
+            case TransferStarted():
+                source, target = ENDS[event.kind]
+                self._whose, self._under_way = event.request, event.request is not None
+                whose = "" if event.request is None else f" of r{event.request}"
+                return (
+                    f"started, {event.kind} of {source} blocks {list(event.sources)}{whose} to "
+                    f"{target} blocks {list(event.targets)}"
+                )
+            case TransferLanded():
+                return f"{counted(event.parts, 'block')} had arrived"
+            case TransferCancelled():
+                return "cancelled"
+            case TransferEnded():
+                self._under_way = False
+                return f"ended, {event.result}" + (f" ({event.cause})" if event.cause else "")
+        return None
+
+
 class _Copies:
     """Tells what transfers do to one block, at either of their ends."""
 
@@ -287,7 +338,7 @@ class _Copies:
             return None
         named = self._seen[number]
         if isinstance(event, TransferLanded):
-            return f"{event.parts} blocks of {named} had arrived"
+            return f"{counted(event.parts, 'block')} of {named} had arrived"
         if isinstance(event, TransferCancelled):
             return f"{named} was cancelled"
         if isinstance(event, TransferEnded):

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Protocol, runtime_checkable
 from msgspec import Meta, Struct
 
 from kvproof.invariants.events import Event
-from kvproof.invariants.operations import Operation
+from kvproof.invariants.operations import Operation, Tier
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.view import View
@@ -141,6 +141,27 @@ class Semantics(Struct, frozen=True):
     """Preempted requests may be swapped out to host blocks."""
     tiers: bool = False
     """There is a memory hierarchy, as the configuration describes it; its view is a TieredView."""
+    exact_tiers: bool = True
+    """Copies between tiers are started, of just the blocks that are next, or refused exactly when
+    they should be; look-ups answer what the tiers have.  Otherwise a subject chooses for itself
+    what it copies, and when: what it does start must still be right."""
+    disk_survives: bool = True
+    """What was wholly written to the disk is found there after a restart."""
+    tier_bytes: bool = True
+    """The view tells what is really in a block of any tier (``TieredView.tier_content``)."""
+    host_order: Literal["configured", "any"] = "configured"
+    """As ``eviction_order``, for the blocks of the host …"""
+    disk_order: Literal["configured", "any"] = "configured"
+    """… and of the disk."""
+
+    def promises_order(self, tier: Tier) -> bool:
+        """Whether evictions on that tier follow a stated order."""
+        orders: dict[Tier, str] = {
+            "device": self.eviction_order,
+            "host": self.host_order,
+            "disk": self.disk_order,
+        }
+        return orders[tier] != "any"
 
     def features(self) -> frozenset[str]:
         """What situations may need beside operations, by name."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvproof.invariants.events import (
     Event,
@@ -20,10 +20,12 @@ from kvproof.invariants.events import (
     TransferLanded,
     TransferStarted,
 )
-from kvproof.invariants.operations import Corrupt, Operation, Slow, Tier
+from kvproof.invariants.operations import Corrupt, Offload, Operation, Promote, Slow, Tier
 from kvproof.invariants.outcomes import Answer, Outcome
 from kvproof.invariants.slot_books import ENDS, TierBooks, TransferModel
 from kvproof.invariants.tags import Tags
+from kvproof.invariants.tier_figures import TierFigures
+from kvproof.invariants.tier_plans import CopyPlan, offload_plan, promote_plan
 
 if TYPE_CHECKING:
     from kvproof.invariants.books import Books, GroupBooks, RequestModel
@@ -32,21 +34,6 @@ USED_BY = frozenset({"promote", "fetch", "store", "swap_in", "swap_out"})
 """Kinds that count as a use of their sources: a demotion does not, it serves no request."""
 REMEMBERED = 8
 """Ended transfers of which a notice may still come."""
-
-
-class TierFigures:
-    """What happened in the hierarchy so far, in blocks and numbers that only go up."""
-
-    def __init__(self) -> None:
-        self.moved: dict[str, int] = dict.fromkeys(ENDS, 0)
-        """By kind of transfer, of completed ones."""
-        self.failed = 0
-        self.evictions: dict[str, int] = {"host": 0, "disk": 0}
-        self.corrupt = 0
-        self.stalls = 0
-        self.queries: dict[str, int] = {"device": 0, "host": 0, "disk": 0}
-        self.hits: dict[str, int] = {"device": 0, "host": 0, "disk": 0}
-        """In rows of prompts, at first admissions."""
 
 
 class Tiers:
@@ -70,12 +57,6 @@ class Tiers:
                 for g in groups
             ]
         self.all = [*self.host, *self.disk]
-        self._indices: list[tuple[str, list[dict[int, Any]]]] = [
-            ("device", [group.key_of_tag for group in groups]),
-            ("host", [tier.slot_of for tier in self.host]),
-        ]
-        if self.disk:
-            self._indices.append(("disk", [tier.slot_of for tier in self.disk]))
         self.in_flight: dict[int, TransferModel] = {}
         """By number, which rises with their start."""
         self.ended: deque[int] = deque(maxlen=REMEMBERED)
@@ -85,13 +66,11 @@ class Tiers:
         """Whether slots were taken or given back since they were last counted."""
         self.ending: list[TransferModel] = []
         """Transfers that the present operation ended."""
-        self.protected: list[set[int]] = [set() for _ in groups]
-        """By group, host slots that the present operation must not evict: it is about them."""
-        self.wanted: list[tuple[TierBooks, list[int]]] = []
-        """Slots that the latest copy upwards or to the disk is to read."""
+        self.planned: CopyPlan | None = None
+        """What the present operation is to copy, if somebody has asked."""
         self.promoted: list[tuple[int, int, bytes]] = []
         """Group, block and key of what was promoted since the last settlement."""
-        self.figures = TierFigures()
+        self.figures = TierFigures(groups, self.host, self.disk)
         self.operation_handlers: dict[type[Operation], Callable[..., None]] = {
             Corrupt: self._corrupt,
             Slow: self._slow,
@@ -110,11 +89,15 @@ class Tiers:
         """The tier's books, by group; none if it is not there, or is the device."""
         return self.host if tier == "host" else self.disk if tier == "disk" else []
 
+    @property
+    def in_use(self) -> bool:
+        """Whether anything is on its way, or kept for a suspended request."""
+        return bool(self.in_flight) or any(host.owner for host in self.host)
+
     def begin(self) -> None:
         """A new operation: what held for the one before is over."""
         self.ending = []
-        for slots in self.protected:
-            slots.clear()
+        self.planned = None
 
     def settled(self) -> None:
         """What was touched has been compared with the view."""
@@ -123,13 +106,25 @@ class Tiers:
             tier.touched_keys = []
         self.promoted = []
 
+    def plan(self, operation: Offload | Promote) -> CopyPlan:
+        """What it is to copy; to be asked before the books follow its events."""
+        if self.planned is None:
+            if isinstance(operation, Offload):
+                self.planned = offload_plan(self, operation)
+            else:
+                rows = self._books.rows_to_hit(self._books.tags_of(operation))
+                self.planned = promote_plan(self, operation, rows)
+            self._books.passing = True
+        return self.planned
+
     # -- what is where ---------------------------------------------------------------------------
 
     def answer(self, tag: int) -> Answer:
         """What the tiers below the device say of a row that it lacks, in the worst group."""
         if len(self.groups) == 1:
             return self._answer(0, tag)
-        answers = [self._answer(group.group, tag) for group in self.groups]
+        lacking = [group.group for group in self.groups if tag not in group.key_of_tag]
+        answers = [self._answer(group, tag) for group in lacking]
         return min(answers, key=_WORST_FIRST.index)
 
     def _answer(self, group: int, tag: int) -> Answer:
@@ -149,9 +144,7 @@ class Tiers:
     def admitted(self, tags: Tags[int], cached: int) -> None:
         """A prompt with these tags enters for the first time, with so many cached tokens."""
         if self.configuration.offloads_prefixes:
-            size = self.configuration.block_size
-            rows = (len(tags) - 1) // size if self.configuration.prefix_caching else 0
-            self._look_up(tags[size - 1 : rows * size : size])
+            self.figures.look_up(self._books.rows_to_hit(tags))
             self.hit(tags, cached)
 
     def hit(self, tags: Tags[int], cached: int) -> None:
@@ -160,31 +153,6 @@ class Tiers:
             size = self.configuration.block_size
             for host in self.host:
                 host.touch(tags[size - 1 : cached : size])
-
-    def _look_up(self, tags: Sequence[int]) -> None:
-        """Count, for each row, the highest tier that has it."""
-        figures, left = self.figures, len(tags)
-        found: list[str] = []
-        for tag in tags:
-            level = self._level(tag)
-            if level is None:
-                break
-            found.append(level)
-        for name, _ in self._indices:
-            hits = found.count(name)
-            figures.queries[name] += left
-            figures.hits[name] += hits
-            left -= hits
-
-    def _level(self, tag: int) -> str | None:
-        """The highest tier that has it in every group."""
-        for name, indices in self._indices:
-            for index in indices:
-                if tag not in index:
-                    break
-            else:
-                return name
-        return None
 
     # -- operations ------------------------------------------------------------------------------
 
@@ -195,7 +163,7 @@ class Tiers:
         found = self.damaged(operation)
         if found is not None:
             tier, slot = found
-            tier.corrupt.add(slot)
+            (tier.corrupt if operation.file == "data" else tier.unlisted).add(slot)
 
     def damaged(self, operation: Corrupt) -> tuple[TierBooks, int] | None:
         """The block on disk that such an operation damages."""
@@ -349,18 +317,21 @@ class Tiers:
                     host.queue[slot] = None
 
     def _swap_ended(self, transfer: TransferModel, event: TransferEnded) -> None:
-        request, host = transfer.request, self.host[transfer.group]
-        if request is None or transfer.void:
-            return  # what it had, it has given up when it went on without
+        request, host, void = transfer.request, self.host[transfer.group], transfer.void
+        if request is None:
+            return
         request.departing -= {transfer.number}
         request.loading -= {transfer.number}
+        self._books.touched_requests[request.id] = request
+        if void:
+            return  # what it had, it has given up when it went on without
         if transfer.kind == "swap_in":
             host.disown(request.id)
-        self._books.touched_requests[request.id] = request
         if event.result == "failed":
-            request.suspended = request.computed = request.scheduled = 0
+            # Other groups' copies back go on: until they have ended, it is still loading.
+            request.lose()
             request.swapped = False
-            request.departing = request.loading = frozenset()
+            request.departing = frozenset()
         elif transfer.kind == "swap_out":
             host.own(transfer.targets, request.id)
         elif not request.loading:
@@ -406,6 +377,7 @@ class Tiers:
     def _reopened(self, event: TierReopened) -> None:
         """The disk holds just these, in this order, as if each had become findable now."""
         self.moved = True
+        self.figures.corrupt += len(event.damaged)
         disk, host = self.disk[event.group], self.host[event.group]
         tag_of_key = {key: disk.tag_of[slot] for slot, key in disk.key_of.items()}
         for transfer in self.ending:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 
 from kvproof.invariants.books import Books, GroupBooks
 from kvproof.invariants.events import (
@@ -52,165 +53,6 @@ from kvproof.invariants.outcomes import (
 from kvproof.invariants.property import EventHandler, OperationHandler
 from kvproof.invariants.slot_books import TransferModel
 from kvproof.invariants.tier_books import REMEMBERED, Tiers
-
-# Identity, situation, what it needs beside tiers, and whether a short run may miss it.
-SITUATIONS: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
-    ("store-completed", "a copy to the host completes", ("offload", "complete"), False),
-    ("promoted", "a copy from the host to the device completes", ("promote", "complete"), False),
-    ("demoted", "a copy to the disk completes", ("offload", "complete"), False),
-    ("fetched", "a copy from the disk to the host completes", ("promote", "complete"), False),
-    (
-        "hit-on-promoted-block",
-        "a prefix hit on a block that came from the host",
-        ("promote", "complete", "admit"),
-        False,
-    ),
-    (
-        "swap-out-in-flight",
-        "a request is preempted, and its blocks are still on their way to the host",
-        ("preempt",),
-        False,
-    ),
-    (
-        "loading",
-        "a request is resumed, and its blocks are still on their way back",
-        ("preempt", "resume"),
-        False,
-    ),
-    (
-        "preempted-while-stored",
-        "a request is preempted while a copy to the host reads its blocks",
-        ("offload", "preempt"),
-        False,
-    ),
-    (
-        "aborted-while-loading",
-        "a request is aborted while its blocks are on their way back",
-        ("preempt", "resume", "abort"),
-        False,
-    ),
-    (
-        "aborted-after-load",
-        "a request is aborted when its blocks are back, before a step uses them",
-        ("preempt", "resume", "complete", "abort"),
-        False,
-    ),
-    (
-        "hit-on-pending",
-        "an admission lacks a block that is on its way",
-        ("offload", "admit"),
-        False,
-    ),
-    (
-        "waited-for-pending",
-        "an admission is refused because its KV is on its way",
-        ("offload", "admit"),
-        False,
-    ),
-    ("retry-answered", "a look-up finds that the disk has not answered yet", ("slow",), False),
-    (
-        "store-source-hit",
-        "a prefix hit on a block that a copy to the host reads",
-        ("offload", "admit"),
-        False,
-    ),
-    (
-        "store-outlives-its-block",
-        "blocks are handed out while only a copy to the host holds one",
-        ("offload", "admit"),
-        False,
-    ),
-    (
-        "promotion-refused",
-        "a copy to the device is refused for want of blocks",
-        ("promote",),
-        False,
-    ),
-    ("store-refused", "a copy to the host is refused for want of blocks", ("offload",), False),
-    (
-        "fetch-refused",
-        "a copy from the disk is refused: the host has no block for it",
-        ("promote",),
-        True,
-    ),
-    ("demote-refused", "a copy to the disk is refused for want of blocks", ("offload",), True),
-    (
-        "swap-in-refused",
-        "a swapped request is not resumed for want of blocks",
-        ("preempt", "resume"),
-        False,
-    ),
-    (
-        "completed-out-of-order",
-        "a transfer completes before an older one",
-        ("complete",),
-        False,
-    ),
-    ("landed-in-part", "some blocks of a transfer have arrived", ("land",), False),
-    (
-        "failed-after-landing",
-        "a transfer fails when some of its blocks have arrived",
-        ("land", "fail"),
-        False,
-    ),
-    (
-        "cancelled-then-completed",
-        "a transfer that nobody wants any more completes",
-        ("cancel", "complete"),
-        False,
-    ),
-    (
-        "late-notice-while-slot-is-reused",
-        "a notice of a transfer that ended comes when another writes its slot",
-        ("notify", "offload"),
-        True,
-    ),
-    (
-        "host-evicted-under-pressure",
-        "a copy to the host evicts what was there",
-        ("offload",),
-        False,
-    ),
-    (
-        "evicts-past-pinned-slot",
-        "something is evicted on a lower tier beside a block that a transfer reads",
-        ("offload",),
-        True,
-    ),
-    (
-        "arc-ghost-hit",
-        "content comes back that ARC remembers to have evicted",
-        (),
-        True,
-    ),
-    ("short-write", "the disk writes less than it was given", ("fail",), False),
-    ("disk-full", "the disk says that it is full", ("fail",), False),
-    (
-        "corrupt-block-met",
-        "a damaged block is met as it is read from disk",
-        ("corrupt", "promote"),
-        True,
-    ),
-    (
-        "restart-with-a-store-in-flight",
-        "the disk tier dies while it writes",
-        ("restart", "offload"),
-        True,
-    ),
-    ("restart-finds-blocks", "the disk tier comes back with content", ("restart",), False),
-    (
-        "withheld-blocks-refuse",
-        "something is refused for want of blocks of which some are withheld",
-        ("withhold",),
-        False,
-    ),
-    (
-        "reset-refused-by-transfer",
-        "a reset is refused though no request is alive: a transfer is",
-        ("reset", "offload"),
-        True,
-    ),
-)
 
 _BY_KIND = {"store": "store-completed", "promote": "promoted", "demote": "demoted"}
 _BY_KIND |= {"fetch": "fetched", "swap_out": "swapped-out", "swap_in": "swapped-in"}
@@ -287,6 +129,7 @@ class TierGoals:
 
     def _reopened(self, event: TierReopened) -> None:
         self._hits["restart-finds-blocks"] += len(event.slots) > 0
+        self._hits["damaged-entry-met"] += len(event.damaged) > 0
 
     def _reused(self, event: BlocksReused) -> None:
         if self._promoted and any((event.group, b) in self._promoted for b in event.blocks):
@@ -295,6 +138,14 @@ class TierGoals:
 
     def _evicted(self, event: BlocksEvicted) -> None:
         self._promoted.difference_update((event.group, block) for block in event.blocks)
+        plan = self._tiers.planned
+        if plan is not None and plan.target == "device":
+            group = self._books.groups[event.group]
+            order = group.cached_free if group.adaptive is None else group.adaptive
+            next_ones = islice(order, len(event.blocks))
+            self._hits["promotion-spares-its-prefix"] += not plan.spared[event.group].isdisjoint(
+                next_ones
+            )
 
     def _stored(self, group: int, blocks: Sequence[int]) -> bool:
         """Whether a copy to the host reads one of these blocks."""
@@ -373,8 +224,16 @@ class TierGoals:
         self._refused(operation, outcome)
 
     def _promote(self, operation: Promote, outcome: Outcome) -> None:
+        self._hits["promotion-spares-its-prefix"] += self._spares(outcome)
         self._hits["retry-answered"] += RETRY in (outcome.lookup, outcome.reason)
         self._refused(operation, outcome)
+
+    def _spares(self, outcome: Outcome) -> bool:
+        """Whether a copy is refused for want of the cached blocks that it extends."""
+        plan = self._tiers.planned
+        if plan is None or plan.target != "device" or outcome.reason != NO_FREE_BLOCKS:
+            return False
+        return any(len(b) <= self._books.groups[group].free for group, b in plan.chosen)
 
     def _resume(self, operation: Resume, outcome: Outcome) -> None:
         request = self._books.requests.get(-1 if outcome.request is None else outcome.request)
@@ -426,11 +285,17 @@ class TierGoals:
     def _restart(self, operation: Restart, outcome: Outcome) -> None:
         crashed = [transfer for transfer in self._tiers.ending if transfer.kind == "demote"]
         self._hits["restart-with-a-store-in-flight"] += len(crashed) > 0
+        cancelled = any(transfer.cancelled for transfer in self._tiers.ending)
+        self._hits["restart-with-a-cancelled-copy"] += cancelled
 
     def _reset(self, operation: Reset, outcome: Outcome) -> None:
         books = self._books
-        if outcome.status == "refused" and not books.requests and not books.steps:
-            self._hits["reset-refused-by-transfer"] += 1
+        if outcome.status != "refused":
+            return
+        alone = not books.requests and not books.steps
+        self._hits["reset-refused-by-transfer"] += alone
+        held = any(group.referenced for group in books.groups)
+        self._hits["reset-refused-by-suspension"] += not held and not self._tiers.in_flight
 
 
 def _sole_holder(transfer: TransferModel, group: GroupBooks) -> bool:

@@ -67,6 +67,7 @@ class Violation(Struct, frozen=True):
     request: int | None = None
     tier: Tier = "device"
     """Where the block lies."""
+    transfer: int | None = None
 
 
 def primary(violations: Sequence[Violation]) -> Violation:

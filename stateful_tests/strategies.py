@@ -28,6 +28,7 @@ from kvproof.invariants.operations import (
     Complete,
     Corrupt,
     Decode,
+    DiskFile,
     Evict,
     Fail,
     Finish,
@@ -86,6 +87,7 @@ _CAUSES: tuple[Literal["error", "timeout", "short_write", "disk_full"], ...] = (
     "short_write",
     "disk_full",
 )
+_FILES: tuple[DiskFile, ...] = ("data", "index")
 
 
 class World(Struct, frozen=True):
@@ -391,8 +393,8 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "complete": Recipe(lambda world, transfer: Complete(transfer), _TRANSFER, needs=_TIERED),
     "fail": Recipe(
-        lambda world, transfer, cause: Fail(transfer, _CAUSES[cause]),
-        _TRANSFER | {"cause": st.integers(0, 3)},
+        lambda world, transfer, cause: Fail(transfer, _CAUSES[cause & 3], _FILES[cause >> 2]),
+        _TRANSFER | {"cause": st.integers(0, 7)},
         needs=_TIERED,
     ),
     "cancel": Recipe(lambda world, transfer: Cancel(transfer), _TRANSFER, needs=_TIERED),
@@ -401,8 +403,8 @@ RECIPES: Mapping[str, Recipe] = {
         _withhold, {"tier": st.integers(0, 2), "blocks": st.integers(0, 3)}, needs=_IO_FAULTS
     ),
     "corrupt": Recipe(
-        lambda world, block, byte: Corrupt(block, byte),
-        {"block": st.integers(0, 3), "byte": st.integers(0, 127)},
+        lambda world, block, byte: Corrupt(block & 3, byte, _FILES[block >> 2]),
+        {"block": st.integers(0, 7), "byte": st.integers(0, 127)},
         needs=_DISK_FAULTS,
     ),
     "restart": Recipe(
@@ -437,6 +439,16 @@ def _round_trip(world: World) -> tuple[AnyOperation, ...]:
     return (*down, *lost, Promote(prompt), Complete(_NEWEST), Admit(prompt))
 
 
+def _crash(world: World, cancelled: int, stage: int) -> tuple[AnyOperation, ...]:
+    """The disk tier dies while it writes a copy, or when nobody wants that copy any more."""
+    unwanted = (Cancel(_NEWEST),) if cancelled else ()
+    return (*_round_trip(world)[:_SAVING], *unwanted, Restart(_NEWEST, stage))
+
+
+_SAVING = 6
+"""Operations of a round trip, up to the copy to the disk."""
+
+
 FOLLOW_UPS = st.integers(0, 127)
 """Strategy for the argument of :func:`follow_up`."""
 
@@ -457,6 +469,8 @@ def follow_up(world: World, then: int) -> tuple[AnyOperation, ...]:
         return _round_trip(world)[:argument]
     if world.tiered and kind == 2:
         return (Complete(argument & 1),)
+    if kind == 3 and _DISK_FAULTS.issubset(world.features):
+        return _crash(world, argument & 1, (argument >> 1) % 5)
     if world.tiered and kind == 4:
         return (Offload(blocks=argument & 1),)
     if kind <= 2:

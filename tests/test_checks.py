@@ -815,7 +815,8 @@ EARLY = Lie(events=lambda true: [*true, published(0, 1)], view=FOUND_EARLY, at=0
 
 def test_a_subject_may_publish_before_it_computes_if_it_says_so() -> None:
     run = [prompt(4), *STEP]
-    assert found(run, EARLY, drop(BlocksPublished), publishes="at_allocation") == []
+    early = {"publishes": "at_allocation", "tier_bytes": False}
+    assert found(run, EARLY, drop(BlocksPublished), **early) == []
     assert {violation.property for violation in found(run, EARLY)} == {"VALID"}
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
+from time import process_time
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,8 +14,21 @@ from kvproof.engine.eviction import (
     EVICTION_ORDERS,
     AdaptiveReplacement,
     EvictionPolicy,
+    EvictionPolicyFactory,
     LeastRecentlyUsed,
 )
+from kvproof.invariants.operations import (
+    Admit,
+    Evict,
+    Finish,
+    Launch,
+    Operation,
+    Retire,
+    Segment,
+)
+from kvproof.invariants.subject import Configuration
+from kvproof.stateful_tests.harness import Harness
+from kvproof.stateful_tests.subjects.eviction import EvictionPolicySubject
 
 
 def key(number: int) -> bytes:
@@ -259,6 +274,26 @@ def test_the_definition_is_put_to_the_test() -> None:
     assert pool.model.b1 or pool.model.b2
 
 
+class Counted(OrderedDict[int, bytes]):
+    """Counts what is taken out of its iterators."""
+
+    taken = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for entry in super().__iter__():
+            self.taken += 1
+            yield entry
+
+
+def test_the_next_victims_are_found_without_looking_at_the_others() -> None:
+    policy = AdaptiveReplacement(100)
+    filled(policy, *range(100))
+    policy._once = counted = Counted(policy._once)
+    counted.taken = 0
+    entries = iter(policy)
+    assert [next(entries), next(entries), counted.taken] == [0, 1, 2]
+
+
 def test_orders_have_the_names_of_configurations() -> None:
     assert {"lru": LeastRecentlyUsed, "arc": AdaptiveReplacement} == EVICTION_ORDERS
 
@@ -291,3 +326,52 @@ def test_a_policy_of_ones_own_may_leave_the_rest_as_it_is() -> None:
     policy.forget(2)
     policy.forget(2)
     assert list(policy) == [1]
+
+
+# -- as a subject ----------------------------------------------------------------------------------
+
+FILL_AND_EVICT: tuple[Operation, ...] = (
+    *[Admit((Segment(source, 4),)) for source in (0, 1)],
+    Launch(),
+    Retire(),
+    Finish(0),
+    Finish(0),
+    Evict(2),
+)
+
+
+class TheLastOne(Fewest):
+    """Its victim is not the first that it iterates over."""
+
+    def victim(self) -> int:
+        return self.entries[-1]
+
+
+class Hangs(Fewest):
+    def victim(self) -> int:
+        while True:
+            pass
+
+
+def raised_by(policy: EvictionPolicyFactory) -> tuple[str, float]:
+    """What a run with that policy violates, and the seconds of computing that it took."""
+    started = process_time()
+    subject = EvictionPolicySubject(Configuration(blocks=4, block_size=4), eviction=policy)
+    violations = Harness(subject).run(FILL_AND_EVICT)
+    return violations[0].message if violations else "", process_time() - started
+
+
+@pytest.mark.parametrize("policy", [Fewest, LeastRecentlyUsed, AdaptiveReplacement])
+def test_a_policy_that_says_one_thing_passes(policy: EvictionPolicyFactory) -> None:
+    assert raised_by(policy)[0] == ""
+
+
+def test_a_policy_whose_victim_is_not_the_first_of_its_order_is_found_out() -> None:
+    assert "TheLastOne.victim() is block" in raised_by(TheLastOne)[0]
+
+
+def test_a_policy_that_has_hung_once_is_not_waited_for_as_long_again() -> None:
+    first, again = raised_by(Hangs), raised_by(Hangs)
+    assert "did not let evict end within 1 s" in first[0]
+    assert "did not let evict end within 0.1 s" in again[0]
+    assert again[1] < first[1] / 3

@@ -148,6 +148,9 @@ AWAY = (*READY, OUT)
 LATE = Resume(0, late=True)
 OTHER_STORED = (prompt(5, 1), *STEP, Offload(), Complete(1))
 THIRD = (prompt(5, 2), *STEP, Offload())
+# The first of two rows is on the device, the second on the host, and no other block is free.
+HALF_BELOW = (prompt(9), *STEP, Offload(), Complete(), Finish(0), Evict(1), Withhold("device", 2))
+PROMOTE_BOTH = Promote(prompt(9).prompt)
 TIER_SCRIPTS: dict[str, tuple[dict[str, Any], Run, Run]] = {
     "store-completed": ({}, [*STORING, Complete()], [*STORING, Fail()]),
     "promoted": ({}, [*BELOW, PROMOTE, Complete()], [*BELOW, PROMOTE, Fail()]),
@@ -236,6 +239,16 @@ TIER_SCRIPTS: dict[str, tuple[dict[str, Any], Run, Run]] = {
         [*LOWEST, Corrupt(), FETCH, Complete()],
         [*LOWEST, Corrupt(), FETCH, Fail()],
     ),
+    "restart-with-a-cancelled-copy": (
+        {},
+        [*SAVING, Cancel(), Restart()],
+        [*STORING, Cancel(), Restart()],
+    ),
+    "damaged-entry-met": (
+        {},
+        [*SAVING, Complete(), Corrupt(file="index"), Restart()],
+        [*SAVING, Complete(), Corrupt(), Restart()],
+    ),
     "restart-with-a-store-in-flight": (
         {},
         [*SAVING, Restart()],
@@ -255,6 +268,16 @@ TIER_SCRIPTS: dict[str, tuple[dict[str, Any], Run, Run]] = {
         {},
         [*STORING, Finish(0), Reset()],
         [*STORING, Reset()],
+    ),
+    "reset-refused-by-suspension": (
+        {},
+        [*AWAY, Reset()],
+        [*AWAY, prompt(1), Reset()],
+    ),
+    "promotion-spares-its-prefix": (
+        {"blocks": 3},
+        [*HALF_BELOW, PROMOTE_BOTH],
+        [*HALF_BELOW, Withhold("device"), PROMOTE_BOTH],
     ),
 }
 WORLDS: dict[str, tuple[dict[str, Any], Run, Run]] = {
@@ -474,7 +497,7 @@ def test_the_story_of_a_block_on_the_host_tells_what_transfers_and_evictions_did
     run += [Complete(), Finish(0), Evict(1, "host")]
     assert _lives(run, block=0, tier="host", host_blocks=1, offload="prefix") == (
         "Host block 0: being filled from device block 1 by transfer 0, store at op 3 (offload); "
-        "1 blocks of transfer 0, store had arrived at op 4 (land); "
+        "1 block of transfer 0, store had arrived at op 4 (land); "
         "transfer 0, store ended, failed (timeout) at op 5 (fail); "
         "being filled from device block 1 by transfer 1, store at op 6 (offload); "
         "transfer 1, store was cancelled at op 7 (cancel); "

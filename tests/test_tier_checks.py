@@ -565,7 +565,7 @@ row(
     "2 host blocks were evicted for the 2 that transfer 1 needs, though 1 were empty",
     "host",
 )
-row("ORDER", STORED, shows(victims=lambda true: true[::-1]), "next victims are host", "host")
+row("ORDER", STORED, shows(victims=lambda true: true[::-1]), "next victims are host", "host", 0)
 row(
     "ORDER",
     [*STORED, Finish(0), Evict(1, "host")],

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import islice
 
 from kvproof.engine.eviction.policy import EvictionPolicy
 
@@ -94,8 +95,7 @@ class AdaptiveReplacement(EvictionPolicy):
         return len(self._once) + len(self._again)
 
     def __iter__(self) -> Iterator[int]:
-        once = list(self._once)
-        beyond = max(0, len(once) - self.target)
-        yield from once[:beyond]
+        beyond = max(0, len(self._once) - self.target)
+        yield from islice(self._once, beyond)
         yield from self._again
-        yield from once[beyond:]
+        yield from islice(self._once, beyond, None)

@@ -43,7 +43,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def __iter__(self) -> Iterator[int]:
-        """All evictable blocks, the next victim first."""
+        """All evictable blocks, the next victim first: some may be passed over."""
         ...
 
     def evicted(self, entry: int) -> None:

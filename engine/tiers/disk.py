@@ -2,13 +2,14 @@
 
 Two files for each KV cache group.  ``data`` has one record of fixed size for each slot; its
 checksum also covers key and generation, so that what an older use of the slot left behind is
-never taken for what is wanted.  ``index`` says which record counts: a header, then one entry for
-each block put or dropped, each with a checksum, appended in the order of the events.
+never taken for what is wanted.  ``index`` says which records count: a header, then one entry for
+each slot, at its place, each with a checksum, all of them written when the file is made.
 
 * Data before index: a block is findable only when all of its bytes are written.
 * Dropped before overwritten: an entry never names a slot whose content is about to go.
-* Opening reads entries up to the first that is damaged, of which the last on each slot counts,
-  and writes the index anew, through a file beside it that takes its place at once.
+* A damaged entry is a miss of its slot and of no other, whatever it said.
+* The note that a block is dropped takes the place of the one that it was put: a full disk has
+  room for it, and no older note is left that could bring the block back.
 
 Without ``durable`` nothing is flushed: that survives the death of the process, not of the machine.
 """
@@ -17,25 +18,29 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from struct import Struct
 from typing import Protocol
 from zlib import crc32
 
-_MAGIC = b"kvproof1"
+_MAGIC = b"kvproof2"
 _HEADER = Struct("<8sIII")
 """Magic, tokens of a block, bytes of its payload, slots."""
 _CRC = Struct("<I")
 _RECORD = Struct("<Q32sI")
 """Generation, key, length of the payload that follows."""
 _ENTRY = Struct("<BQI32s")
-"""Put or drop, generation, slot, key."""
+"""Put or dropped, generation, slot, key."""
 _HEADER_BYTES = _HEADER.size + _CRC.size
-_ENTRY_BYTES = _ENTRY.size + _CRC.size
-_DROP, _PUT = 0, 1
-_ENTRIES_KEPT = 8
-"""Entries a slot, on average, before the index is written anew."""
+ENTRY_BYTES = _ENTRY.size + _CRC.size
+_DROPPED, _PUT = 0, 1
+_NO_KEY = bytes(32)
+_NO_ENTRY = (_DROPPED, 0, -1, _NO_KEY)
+
+Entry = tuple[int, bytes]
+"""What a slot holds: its generation, which rises with each block that is put, and its key."""
 
 
 class ShortWriteError(OSError):
@@ -65,9 +70,11 @@ class Files(Protocol):
         """How many bytes were written.  Raises OSError."""
         ...
 
-    def truncate(self, file: int, length: int) -> None: ...
-
     def flush(self, file: int) -> None: ...
+
+    def flush_folder(self, folder: Path) -> None:
+        """So that what was made in it, or took another's place, stays."""
+        ...
 
     def replace(self, source: Path, target: Path) -> None: ...
 
@@ -86,11 +93,15 @@ class OsFiles:
     def write_at(self, file: int, offset: int, data: bytes) -> int:
         return os.pwrite(file, data, offset)
 
-    def truncate(self, file: int, length: int) -> None:
-        os.ftruncate(file, length)
-
     def flush(self, file: int) -> None:
         os.fsync(file)
+
+    def flush_folder(self, folder: Path) -> None:
+        file = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
 
     def replace(self, source: Path, target: Path) -> None:
         source.replace(target)
@@ -122,20 +133,25 @@ class DiskFile:
         self.slots = slots
         self.payload_bytes = payload_bytes
         self.record_bytes = _CRC.size + _RECORD.size + payload_bytes
-        self.entries: dict[int, tuple[int, bytes]] = {}
-        """Findable slots, in the order in which they were put: generation and key."""
+        self.entries: dict[int, Entry] = {}
+        """Findable slots; as they were put, when the file is opened."""
+        self.damaged: list[int] = []
+        """Slots of which the entry was damaged when the file was opened: they are not findable."""
         self.data_path = folder / "data"
-        self._index_path = folder / "index"
+        self.index_path = folder / "index"
         self._header = _sealed(_HEADER.pack(_MAGIC, unit_tokens, payload_bytes, slots))
         self._files = files or OsFiles()
         self._durable = durable
         self._generation = 0
-        self._end = 0
-        """Bytes of the index that count; what a failed append left behind them does not."""
+        self._owed: dict[int, Entry] = {}
+        """Slots that do not count, though their entries may say so: these are to be dropped yet."""
         self._data = self._files.open(self.data_path)
-        self._index = self._files.open(self._index_path)
-        self._read_index()
-        self._rewrite_index()
+        self._index = self._files.open(self.index_path)
+        try:
+            self._open_index()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """The files stay."""
@@ -147,32 +163,62 @@ class DiskFile:
     def put(self, slots: Sequence[int], keys: Sequence[bytes], payloads: Sequence[bytes]) -> None:
         """Write these blocks into these slots, of which no entry speaks: all, or none counts.
 
-        Raises ShortWriteError or DiskFullError.
+        Raises ShortWriteError, DiskFullError or another OSError.
         """
-        self._generation += 1
-        parts = zip(slots, keys, payloads, strict=True)
-        records = {slot: self._record(key, payload) for slot, key, payload in parts}
-        for first, data in _runs(records):
-            self._write(self._data, first * self.record_bytes, data)
+        first, entries = self._generation + 1, dict[int, Entry]()
+        for generation, (slot, key) in enumerate(zip(slots, keys, strict=True), first):
+            entries[slot] = generation, key
+        self._generation += len(slots)
+        blocks = zip(slots, payloads, strict=True)
+        records = {slot: self._record(*entries[slot], payload) for slot, payload in blocks}
+        for slot, data in _runs(records):
+            self._write(self._data, slot * self.record_bytes, data)
         self._flush(self._data)
-        self._append([(_PUT, self._generation, *place) for place in zip(slots, keys, strict=True)])
-        for slot, key in zip(slots, keys, strict=True):
-            self.entries[slot] = self._generation, key
+        try:
+            self._note(_PUT, entries)
+        except OSError:
+            self._owed |= entries
+            self._pay()
+            raise
+        self.entries |= entries
+        for slot in slots:
+            self._owed.pop(slot, None)
 
-    def drop(self, slots: Sequence[int]) -> None:
-        """These slots do not count any more, and may be overwritten.
+    def drop(self, slots: Sequence[int]) -> dict[int, Entry]:
+        """These slots do not count any more, and may be overwritten; says what they held.
 
-        Raises ShortWriteError or DiskFullError; then they still do.
+        Raises OSError; then they still do.
         """
-        if not slots:
-            return
-        if self._end > (1 + self.slots) * _ENTRIES_KEPT * _ENTRY_BYTES:
-            self._rewrite_index()
-        self._append(
-            [(_DROP, self.entries[slot][0], slot, self.entries[slot][1]) for slot in slots]
-        )
+        dropped = {slot: self.entries[slot] for slot in slots}
+        try:
+            self._note(_DROPPED, self._owed | dropped)
+        except OSError:
+            self.restore(dropped)
+            raise
+        self._owed.clear()
         for slot in slots:
             del self.entries[slot]
+        return dropped
+
+    def restore(self, dropped: Mapping[int, Entry]) -> None:
+        """These count again.  If not even that can be written, they do so up to a restart."""
+        self.entries |= dropped
+        with suppress(OSError):
+            self._note(_PUT, dropped)
+
+    def lose(self, slots: Sequence[int]) -> None:
+        """What these hold is damaged: they do not count, also if no note of it can be written now.
+
+        After a restart it would be found to be damaged again.
+        """
+        for slot in slots:
+            self._owed[slot] = self.entries.pop(slot)
+        self._pay()
+
+    def _pay(self) -> None:
+        """Drop what is to be dropped yet, if the disk takes it now."""
+        with suppress(OSError):
+            self.drop(())
 
     def get(self, slot: int, key: bytes) -> bytes | None:
         """The payload put there under this key; None if it is damaged, or is not there."""
@@ -195,52 +241,67 @@ class DiskFile:
         generation, key, length = _RECORD.unpack_from(body)
         return generation, key, body[_RECORD.size : _RECORD.size + length]
 
-    def _record(self, key: bytes, payload: bytes) -> bytes:
+    def _record(self, generation: int, key: bytes, payload: bytes) -> bytes:
         if len(payload) != self.payload_bytes:
             raise ValueError(f"a block has {self.payload_bytes} bytes, not {len(payload)}")
-        return _sealed(_RECORD.pack(self._generation, key, len(payload)) + payload)
+        return _sealed(_RECORD.pack(generation, key, len(payload)) + payload)
 
     # -- the index ---------------------------------------------------------------------------------
 
-    def _append(self, entries: Sequence[tuple[int, int, int, bytes]]) -> None:
-        data = b"".join([_sealed(_ENTRY.pack(*entry)) for entry in entries])
-        try:
-            self._write(self._index, self._end, data)
-        except OSError:
-            # Whole entries may be among what was written: they must not count later.
-            self._files.truncate(self._index, self._end)
-            raise
-        self._flush(self._index)
-        self._end += len(data)
+    def _note(self, state: int, entries: Mapping[int, Entry]) -> None:
+        notes = {
+            slot: _sealed(_ENTRY.pack(state, generation, slot, key))
+            for slot, (generation, key) in entries.items()
+        }
+        for first, data in _runs(notes):
+            self._write(self._index, entry_offset(first), data)
+        if notes:
+            self._flush(self._index)
 
-    def _read_index(self) -> None:
+    def _open_index(self) -> None:
         header = self._files.read_at(self._index, 0, _HEADER_BYTES)
-        if header and header != self._header:
-            raise DamagedError(f"{self._index_path} is no index of this tier, or of another size")
-        offset = _HEADER_BYTES
-        while entry := _unsealed(self._files.read_at(self._index, offset, _ENTRY_BYTES)):
-            kind, generation, slot, key = _ENTRY.unpack(entry)
-            self.entries.pop(slot, None)
-            if kind == _PUT:
-                self.entries[slot] = generation, key
-            self._generation = max(self._generation, generation)
-            offset += _ENTRY_BYTES
+        if not header:
+            self._make_index()
+        elif header != self._header:
+            raise DamagedError(f"{self.index_path} is no index of this tier, or of another size")
+        else:
+            self._read_index()
 
-    def _rewrite_index(self) -> None:
-        """Write the index anew, as short as it can be; it takes the old one's place at once."""
-        beside = self._index_path.with_suffix(".new")
-        entries = [(_PUT, entry[0], slot, entry[1]) for slot, entry in self.entries.items()]
-        data = self._header + b"".join([_sealed(_ENTRY.pack(*entry)) for entry in entries])
+    def _make_index(self) -> None:
+        """Of a tier in which nothing is yet; it takes its place at once, or not at all."""
+        empty = [_sealed(_ENTRY.pack(_DROPPED, 0, slot, _NO_KEY)) for slot in range(self.slots)]
+        beside = self.index_path.with_suffix(".new")
         new = self._files.open(beside, empty=True)
         try:
-            self._write(new, 0, data)
+            self._write(new, 0, self._header + b"".join(empty))
             self._flush(new)
-            self._files.replace(beside, self._index_path)
-        except OSError:
+            self._files.replace(beside, self.index_path)
+        except BaseException:
             self._files.close(new)
             raise
         self._files.close(self._index)
-        self._index, self._end = new, len(data)
+        self._index = new
+        if self._durable:
+            self._files.flush_folder(self.index_path.parent)
+
+    def _read_index(self) -> None:
+        table = self._files.read_at(self._index, _HEADER_BYTES, self.slots * ENTRY_BYTES)
+        found: list[tuple[int, int, bytes]] = []
+        for slot in range(self.slots):
+            entry = _unsealed(table[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES])
+            state, generation, place, key = _ENTRY.unpack(entry) if entry else _NO_ENTRY
+            if place != slot:
+                self.damaged.append(slot)
+                self._owed[slot] = 0, _NO_KEY
+            elif state == _PUT:
+                found.append((generation, slot, key))
+            self._generation = max(self._generation, generation)
+        found.sort()
+        newest = {key: slot for _, slot, key in found}
+        for generation, slot, key in found:
+            entries = self.entries if newest[key] == slot else self._owed
+            entries[slot] = generation, key
+        self._pay()
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -257,6 +318,11 @@ class DiskFile:
     def _flush(self, file: int) -> None:
         if self._durable:
             self._files.flush(file)
+
+
+def entry_offset(slot: int) -> int:
+    """Where the index has the entry of a slot."""
+    return _HEADER_BYTES + slot * ENTRY_BYTES
 
 
 def _sealed(body: bytes) -> bytes:

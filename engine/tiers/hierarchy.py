@@ -11,6 +11,10 @@ It has two meanings, which share the host's blocks and are accounted apart:
 
 Every operation is all-or-nothing, over all KV cache groups: what cannot be done is refused, and
 then nothing was started and nothing evicted.
+
+A copy upwards evicts nothing of the prompt that it is for: neither from the host, nor from the
+device what it extends there, the blocks before the first that the device lacks.  The next victims
+behind them go instead; the order of eviction stays as it is.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from kvproof.engine.tiers.transfer import Transfer
 from kvproof.engine.tiers.transfers import Transfers
 from kvproof.invariants.operations import Tier
 from kvproof.invariants.outcomes import (
+    DISK_ERROR,
     NO_DISK_BLOCKS,
     NO_FREE_BLOCKS,
     NO_HOST_BLOCKS,
@@ -67,10 +72,13 @@ class Hierarchy(Transfers):
         return "hit" if key in self.disk[group].index else "miss"
 
     def lookup(self, request: Request, row: int) -> Answer:
-        """What they say about one row of a request; of several groups, the worst answer counts."""
+        """What they say about one row of a request; of the groups whose device lacks it, the worst
+        answer counts."""
+        keys = [request.block_keys(pool.group, row + 1)[row + 1] for pool in self.device]
         answers = [
-            self.answer(group, request.block_keys(group, row + 1)[row + 1])
-            for group in range(len(self.device))
+            self.answer(pool.group, key)
+            for pool, key in zip(self.device, keys, strict=True)
+            if key not in pool.index
         ]
         return min(answers, key=_WORST_FIRST.index)
 
@@ -113,8 +121,8 @@ class Hierarchy(Transfers):
         """Start copies to host or disk of what was not copied since it became findable.
 
         The ``first`` in the queue begins, round its end; ``blocks`` of them at most (0: all).
-        Refused with ``offload_off``, ``nothing_to_move``, ``no_host_blocks``, ``no_disk_blocks``
-        or ``no_free_blocks``.
+        Refused with ``offload_off``, ``nothing_to_move``, ``no_host_blocks``, ``no_disk_blocks``,
+        ``no_free_blocks``, or ``disk_error`` if the disk does not take the note of what it evicts.
         """
         if not self.caches(to):
             return _refused(OFFLOAD_OFF)
@@ -126,6 +134,8 @@ class Hierarchy(Transfers):
             lack = self._lack_to_offload(to, group, entries)
             if lack:
                 return _refused(lack)
+        if to == "disk" and not self._make_room_on_disk(chosen):
+            return _refused(DISK_ERROR)
         return _started([self._offload(to, g, entries) for g, entries in enumerate(chosen)])
 
     def _storable(self, group: int, first: int, blocks: int) -> list[Entry]:
@@ -148,11 +158,16 @@ class Hierarchy(Transfers):
             return NO_FREE_BLOCKS if device.count_unreferenced(blocks) > device.free_count else ""
         return NO_HOST_BLOCKS if host.count_evictable(blocks) > host.free_count else ""
 
+    def _make_room_on_disk(self, chosen: Sequence[Sequence[Entry]]) -> bool:
+        """Whether the disk takes the notes of what it is about to evict for them."""
+        pools = zip(self.disk, chosen, strict=True)
+        return self.drop_files([pool.lacking(len(entries)) for pool, entries in pools])
+
     def _offload(self, to: Tier, group: int, entries: Sequence[Entry]) -> Transfer | None:
         if not entries:
             return None
         blocks, keys = zip(*entries, strict=True)
-        targets = self.take(to, group, len(blocks))
+        targets = self.pools(to)[group].take(len(blocks))
         return self._start("store" if to == "host" else "demote", group, blocks, targets, keys)
 
     def promote(
@@ -176,7 +191,8 @@ class Hierarchy(Transfers):
         chosen = [self._at_hand(source, group, wanted[group], blocks) for group in groups]
         if not any(chosen):
             return _refused(NOTHING_TO_MOVE, answer)
-        protected = [self._on_host(group, request, rows) for group in groups]
+        own = self._prefix_on_device if to == "device" else self._on_host
+        protected = [own(group, request, rows) for group in groups]
         for group in groups:
             lack = self._lack_to_promote(to, group, chosen[group], protected[group])
             if lack:
@@ -205,8 +221,12 @@ class Hierarchy(Transfers):
             found.append((index[key], key))
         return found
 
+    def _prefix_on_device(self, group: int, request: Request, rows: int) -> set[int]:
+        """What a promotion extends."""
+        return set(self.device[group].match(request.block_keys(group, rows), rows))
+
     def _on_host(self, group: int, request: Request, rows: int) -> set[int]:
-        """The prompt's own slots: none of them is evicted for another one."""
+        """The prompt's own slots."""
         index = self.host[group].index
         return {index[key] for key in request.block_keys(group, rows)[1 : rows + 1] if key in index}
 
@@ -215,7 +235,7 @@ class Hierarchy(Transfers):
     ) -> str:
         slots, host = [slot for slot, _ in entries], self.host[group]
         if to == "device":
-            if len(slots) > self.device[group].free_count:
+            if len(slots) > self.device[group].room(protected):
                 return NO_FREE_BLOCKS
             return NO_HOST_BLOCKS if host.count_evictable(slots) > host.free_count else ""
         disk = self.disk[group]
@@ -230,9 +250,9 @@ class Hierarchy(Transfers):
             return None
         slots, keys = zip(*entries, strict=True)
         if to == "device":
-            targets = self.device[group].take(len(slots))
+            targets = self.device[group].take(len(slots), protected)
             return self._start("promote", group, slots, targets, keys)
-        targets = self.take("host", group, len(slots), protected)
+        targets = self.host[group].take(len(slots), protected)
         return self._start("fetch", group, slots, targets, keys)
 
     # -- suspension ------------------------------------------------------------------------------
@@ -240,7 +260,7 @@ class Hierarchy(Transfers):
     def swap_out(self, request: Request, rows: int) -> list[Transfer]:
         """Start to copy a request's first rows to slots of its own, for which there is room."""
         request.suspended = request.computed
-        request.host_tables = [self.take("host", pool.group, rows) for pool in self.host]
+        request.host_tables = [pool.take(rows) for pool in self.host]
         return [
             self._start("swap_out", group, request.tables[group][:rows], slots, (), request)
             for group, slots in enumerate(request.host_tables)

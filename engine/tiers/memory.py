@@ -1,8 +1,9 @@
 """What is really in the blocks of device and host: a label for the bytes of each.
 
-A block's label is the key under which its content was computed.  Copies move labels, and a label
-stays until it is overwritten, as bytes do.  It is the smallest storage in which a copy from or to
-the wrong place leaves the wrong thing behind, whatever the engine says about it.
+A full block's label is the key under which its content was computed, an unfinished one's says how
+far which key's block has come.  Steps write labels, copies move them, and a label stays until it is
+overwritten, as bytes do.  It is the smallest storage in which a copy from or to the wrong place
+leaves the wrong thing behind, whatever the engine says about it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ LABEL_BYTES = 32
 PAYLOAD_BYTES = 64
 """A block's bytes on disk: its label, repeated."""
 _UNWRITTEN = bytes(LABEL_BYTES)
+NOBODYS = b"\xff" * LABEL_BYTES
+"""What a step leaves behind whose request has gone on without it."""
 
 
 class Memory:
@@ -38,6 +41,11 @@ class Memory:
         """The labels that are there now."""
         cells = self.cells[tier][group]
         return [cells[block] for block in blocks]
+
+
+def unfinished(parent: bytes, tokens: int) -> bytes:
+    """The label of a block with its first ``tokens`` tokens, behind the one of key ``parent``."""
+    return parent[4:] + tokens.to_bytes(4, "little")
 
 
 def payload(label: bytes) -> bytes:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
 from kvproof.engine.eviction import EVICTION_ORDERS
 from kvproof.engine.pool import BlockPool
+from kvproof.engine.request import Request
 from kvproof.engine.tiers.census import Census
 from kvproof.engine.tiers.disk import DiskFile, Files
-from kvproof.engine.tiers.memory import PAYLOAD_BYTES, Memory, label
+from kvproof.engine.tiers.memory import NOBODYS, PAYLOAD_BYTES, Memory, label, unfinished
 from kvproof.engine.tiers.pool import TierPool, Watch
-from kvproof.invariants.events import Event, TierReopened
+from kvproof.invariants.events import Event, StepItem, TierReopened
 from kvproof.invariants.operations import Tier
 from kvproof.invariants.subject import Configuration
 
@@ -43,8 +43,7 @@ class Storage:
         self.slow = False
         """Whether the disk takes its time: then it has no answer yet."""
         self.census = Census()
-        self.memory: Memory | None = None
-        """Only with prefix offload: what is swapped comes back to its request or to nobody."""
+        self.memory = Memory(len(device), configuration.blocks, configuration.host_blocks)
         self._events = events
         self._folder = folder
         self._file_system = files
@@ -59,7 +58,6 @@ class Storage:
         ]
         if not configuration.offloads_prefixes:
             return
-        self.memory = Memory(len(groups), configuration.blocks, blocks)
         for group in groups:
             self.device[group].watch = self._watch_device(group)
             self.host[group].watch = self._watch_host(group)
@@ -126,37 +124,47 @@ class Storage:
         """Host or disk, by group."""
         return self.host if tier == "host" else self.disk
 
-    def take(self, tier: Tier, group: int, count: int, protect: Collection[int] = ()) -> list[int]:
-        """Slots for a transfer to write, pinned; there is room for them."""
-        pool = self.pools(tier)[group]
-        if tier == "disk":
-            self.files[group].drop(pool.lacking(count, protect))
-        return pool.take(count, protect)
+    def evict(self, tier: Tier, count: int) -> int | None:
+        """Make up to ``count`` blocks a group unfindable; says how many.
 
-    def evict(self, tier: Tier, count: int) -> int:
-        """Make up to ``count`` blocks a group unfindable; says how many."""
-        return sum([self._evict(tier, group, count) for group in range(len(self.device))])
+        None if the disk does not take the note of it, and nothing was done.
+        """
+        pools = self.pools(tier)
+        victims = [list(islice(pool.victims(), count)) for pool in pools]
+        if tier == "disk" and not self.drop_files(victims):
+            return None
+        return sum([pool.evict(count, "request") for pool in pools])
 
-    def _evict(self, tier: Tier, group: int, count: int) -> int:
-        pool = self.pools(tier)[group]
-        if tier == "disk":
-            self.files[group].drop(list(islice(pool.victims(), count)))
-        return pool.evict(count, "request")
+    def reset(self) -> int | None:
+        """Empty host and disk of what is findable; says how many blocks that were.
 
-    def reset(self) -> int:
-        """Empty host and disk of what is findable; says how many blocks that were."""
-        for pool, file in zip(self.disk, self.files, strict=True):
-            file.drop(list(pool.victims()))
+        None if the disk does not take the note of it, and nothing was done.
+        """
+        if not self.drop_files([list(pool.victims()) for pool in self.disk]):
+            return None
         return sum([pool.evict(len(pool.index), "reset") for pool in (*self.host, *self.disk)])
+
+    def drop_files(self, slots: Sequence[Sequence[int]]) -> bool:
+        """Note, before it is done, what is dropped from the disk, by group.
+
+        Whether all files took it; otherwise it counts in none.
+        """
+        dropped = []
+        for group, file in enumerate(self.files):
+            try:
+                dropped.append(file.drop(slots[group]))
+            except OSError:
+                for other, entries in enumerate(dropped):
+                    self.files[other].restore(entries)
+                return False
+        return True
 
     def drop_damaged(self, group: int, slots: Sequence[int]) -> int:
         """Drop those of these disk slots that are damaged, and not in use; says how many."""
         pool, file = self.disk[group], self.files[group]
         damaged = [slot for slot in slots if not pool.pins[slot] and file.lost(slot)]
         pool.drop(damaged, "corrupt")
-        # If the file cannot take a note of it, it is found to be damaged again after a restart.
-        with suppress(OSError):
-            file.drop(damaged)
+        file.lose(damaged)
         return len(damaged)
 
     # -- the disk comes back ---------------------------------------------------------------------
@@ -167,9 +175,9 @@ class Storage:
             file.close()
             self.files[group] = self._open_file(group)
             self._rebuild(group)
-            entries = self.files[group].entries
-            keys = [key for _, key in entries.values()]
-            self._events.append(TierReopened(group, list(entries), keys))
+            file = self.files[group]
+            keys = [key for _, key in file.entries.values()]
+            self._events.append(TierReopened(group, list(file.entries), keys, file.damaged))
 
     def _rebuild(self, group: int) -> None:
         found = [(slot, key) for slot, (_, key) in self.files[group].entries.items()]
@@ -179,14 +187,30 @@ class Storage:
 
     # -- what is really there --------------------------------------------------------------------
 
-    def computed(self, group: int, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
-        """The bytes of these device blocks are what is findable under these keys."""
-        if self.memory is not None:
-            self.memory.write("device", group, blocks, keys)
+    def computed(self, item: StepItem, request: Request | None) -> None:
+        """A step has written into the device blocks of its item; what is void is nobody's."""
+        size = self.configuration.block_size
+        first, (full, left) = item.start // size, divmod(item.end, size)
+        for group, table in enumerate(item.tables):
+            cells = self.memory.cells["device"][group]
+            if request is None:
+                for block in table[first : full + (left > 0)]:
+                    cells[block] = NOBODYS
+                continue
+            keys = request.block_keys(group, full)
+            for block, key in zip(table[first:full], keys[first + 1 : full + 1], strict=False):
+                cells[block] = key
+            for block in table[full : full + 1] if left else ():
+                cells[block] = unfinished(keys[full], left)
+
+    def copied(self, group: int, source: int, target: int) -> None:
+        """A device block was copied before it is written (copy-on-write)."""
+        cells = self.memory.cells["device"][group]
+        cells[target] = cells[source]
 
     def content(self, tier: Tier, group: int, slot: int) -> bytes | None:
         """The key under which the bytes of a block were computed; None if they are damaged."""
         if tier == "disk":
             found = self.files[group].read(slot)
             return None if found is None else label(found[2])
-        return None if self.memory is None else self.memory.cells[tier][group][slot]
+        return self.memory.cells[tier][group][slot]

@@ -59,6 +59,7 @@ class Transfers(Storage):
         """Of the latest to end, the newest first."""
         self.counters = counters
         self._next_transfer = 0
+        self._count_damaged()
 
     # -- start -----------------------------------------------------------------------------------
 
@@ -171,9 +172,17 @@ class Transfers(Storage):
         return Outcome("done", transfers=(transfer.id,))
 
     def void(self, transfer: Transfer) -> bool:
-        """Whether its result means nothing: cancelled, or its request has gone on without it."""
+        """Whether its result means nothing: cancelled, or its request has gone on without it, or
+        has lost what it moves."""
         request = transfer.request
-        return transfer.cancelled or (request is not None and transfer.id not in request.transfers)
+        return transfer.cancelled or (
+            request is not None and (transfer.id not in request.transfers or not request.suspended)
+        )
+
+    @property
+    def in_use(self) -> bool:
+        """Whether anything is on its way, or kept for a suspended request."""
+        return bool(self.transfers) or any(pool.owners for pool in self.host)
 
     # -- its end ---------------------------------------------------------------------------------
 
@@ -209,9 +218,14 @@ class Transfers(Storage):
         """The disk tier has died, with all that was on its way to or from it, and comes back."""
         crashed = [transfer for transfer in self.transfers.values() if transfer.on_disk]
         for transfer in crashed:
-            self._finish(transfer, "failed", "crash")
+            self.fail(transfer, "crash")
         self._reopen()
+        self._count_damaged()
         return Outcome("done", transfers=tuple([transfer.id for transfer in crashed]))
+
+    def _count_damaged(self) -> None:
+        """Of the files as they were opened."""
+        self.counters.corrupt_blocks += sum([len(file.damaged) for file in self.files])
 
     def _deliver(self, transfer: Transfer) -> str:
         """Its bytes reach their target; otherwise says what kept them from it."""
@@ -233,33 +247,33 @@ class Transfers(Storage):
 
     def write(self, transfer: Transfer) -> None:
         """Put a copy to disk into its file.  Raises ShortWriteError or DiskFullError."""
-        group, memory = transfer.group, self.memory
-        assert memory is not None
-        payloads = [payload(cell) for cell in memory.read("host", group, transfer.sources)]
+        group = transfer.group
+        payloads = [payload(cell) for cell in self.memory.read("host", group, transfer.sources)]
         self.files[group].put(transfer.targets, transfer.keys, payloads)
 
     def _read(self, transfer: Transfer) -> str:
         """Get a copy from disk out of its file, unless any of it is damaged."""
-        get, memory = self.files[transfer.group].get, self.memory
-        assert memory is not None
+        get = self.files[transfer.group].get
         found = map(get, transfer.sources, transfer.keys)
         labels = [label(payload) for payload in found if payload is not None]
         if len(labels) < len(transfer.sources):
             return "corrupt"
-        memory.write("host", transfer.group, transfer.targets, labels)
+        self.memory.write("host", transfer.group, transfer.targets, labels)
         return ""
 
     def _copy(self, transfer: Transfer, first: int, end: int) -> None:
         """The blocks from ``first`` to ``end`` arrive."""
-        if self.memory is not None:
-            source, target = ENDS[transfer.kind]
-            labels = self.memory.read(source, transfer.group, transfer.sources[first:end])
-            self.memory.write(target, transfer.group, transfer.targets[first:end], labels)
+        source, target = ENDS[transfer.kind]
+        labels = self.memory.read(source, transfer.group, transfer.sources[first:end])
+        self.memory.write(target, transfer.group, transfer.targets[first:end], labels)
 
     def _finish(self, transfer: Transfer, result: Result, cause: str = "") -> None:
         """It is over: what it brought counts if it completed, and nothing is pinned any more."""
         del self.transfers[transfer.id]
         self._remember(transfer)
+        request = transfer.request
+        if request is not None:
+            request.transfers = tuple([t for t in request.transfers if t != transfer.id])
         if result == "completed":
             self._arrived(transfer)
         elif result == "failed":
@@ -295,30 +309,30 @@ class Transfers(Storage):
             self._slots(transfer, 1).publish(targets, keys)
 
     def _came_to_nothing(self, transfer: Transfer) -> None:
-        """It failed: a suspended request has lost what it had computed."""
-        request = transfer.request
-        if self.void(transfer):
-            return
+        """It failed: a suspended request has lost what it had computed.
+
+        As long as other groups' blocks are being loaded into its table, it stays loading.
+        """
         self._renounce(transfer)
+        request = transfer.request
         if request is not None:
+            loads = request.transfers if transfer.kind == "swap_in" else ()
             self._disown(transfer)
             self.release(request)
+            request.transfers = loads
             request.swapped = False
             request.computed = request.scheduled = 0
 
     # -- suspended requests ----------------------------------------------------------------------
 
     def _swapped_out(self, transfer: Transfer) -> None:
-        request = transfer.request
-        assert request is not None
-        request.transfers = _without(request.transfers, transfer.id)
-        self.host[transfer.group].own(transfer.targets, request.id)
+        assert transfer.request is not None
+        self.host[transfer.group].own(transfer.targets, transfer.request.id)
 
     def _swapped_in(self, transfer: Transfer) -> None:
         """One group's blocks are back; with the last group's, the tokens are."""
         request = transfer.request
         assert request is not None
-        request.transfers = _without(request.transfers, transfer.id)
         self._disown(transfer)
         if not request.transfers:
             request.computed = request.scheduled = request.suspended
@@ -345,7 +359,3 @@ class Transfers(Storage):
         request.host_tables = []
         request.transfers = ()
         request.suspended = 0
-
-
-def _without(numbers: tuple[int, ...], number: int) -> tuple[int, ...]:
-    return tuple([other for other in numbers if other != number])

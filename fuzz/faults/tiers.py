@@ -325,6 +325,36 @@ def last_pin_frees_nothing(
     original(self, wanted, used)
 
 
+# -- what is really copied ------------------------------------------------------------------------
+
+
+@_fault(Transfers, "_copy", property="XFER", source="B190, vllm-project/vllm#17362", shortest=4)
+def swap_out_copies_nothing(
+    original: Replacement, self: Transfers, transfer: Transfer, first: int, end: int
+) -> None:
+    """The copy of a suspended request's blocks to the host moves no byte, and all else is right."""
+    if transfer.kind != "swap_out":
+        original(self, transfer, first, end)
+
+
+@_fault(
+    Transfers,
+    "_copy",
+    property="XFER",
+    source="B190, vllm-project/vllm#17362, in the order of blocks",
+    shortest=5,
+)
+def swap_in_reverses_the_blocks(
+    original: Replacement, self: Transfers, transfer: Transfer, first: int, end: int
+) -> None:
+    """A suspended request's blocks come back to its table from its last to its first."""
+    if transfer.kind == "swap_in":
+        labels = self.memory.read("host", transfer.group, transfer.sources[::-1][first:end])
+        self.memory.write("device", transfer.group, transfer.targets[first:end], labels)
+    else:
+        original(self, transfer, first, end)
+
+
 # -- suspended requests, and aborts while something is on its way ----------------------------------
 
 
@@ -436,6 +466,41 @@ def reset_stops_at_the_device(original: Replacement, self: Storage) -> int:
     return 0
 
 
+@_fault(
+    Engine,
+    "reset",
+    property="CAP",
+    source="B42, NVIDIA-NeMo/RL#112",
+    shortest=5,
+)
+def reset_ignores_the_suspended(original: Replacement, self: Engine) -> Outcome:
+    """The prefix cache is reset while a request is suspended: what it has computed before is
+    findable again when it comes back."""
+    pools = self.hierarchy.host if self.hierarchy is not None else []
+    owners = [pool.owners for pool in pools]
+    for pool in pools:
+        pool.owners = {}
+    outcome: Outcome = original(self)
+    for pool, before in zip(pools, owners, strict=True):
+        pool.owners = before
+    return outcome
+
+
+@_fault(
+    Hierarchy,
+    "_prefix_on_device",
+    property="ORDER",
+    source="B57, LMCache/LMCache#4867",
+    shortest=9,
+    also=("CAP",),
+)
+def promotion_evicts_its_own_prefix(
+    original: Replacement, self: Hierarchy, group: int, request: Request, rows: int
+) -> list[int]:
+    """A copy back to the device evicts the cached blocks that it is to be found behind."""
+    return []
+
+
 @_fault(Hierarchy, "touch", property="ORDER", source="B56, LMCache/LMCache#1116", shortest=7)
 def device_hits_let_the_host_age(
     original: Replacement, self: Hierarchy, request: Request, rows: int
@@ -489,8 +554,9 @@ def index_before_data(
     payloads: Sequence[bytes],
 ) -> None:
     """A block is in the index before its bytes are in the file."""
-    put, generation = disk_module._PUT, self._generation + 1
-    self._append([(put, generation, *place) for place in zip(slots, keys, strict=True)])
+    generations = range(self._generation + 1, self._generation + 1 + len(slots))
+    entries = dict(zip(slots, zip(generations, keys, strict=True), strict=True))
+    self._note(disk_module._PUT, entries)
     original(self, slots, keys, payloads)
 
 
@@ -503,10 +569,9 @@ def index_before_data(
 )
 def evicted_block_survives_restart(
     original: Replacement, self: DiskFile, slots: Sequence[int]
-) -> None:
+) -> dict[int, disk_module.Entry]:
     """An evicted block goes from memory, and not from the index."""
-    for slot in slots:
-        del self.entries[slot]
+    return {slot: self.entries.pop(slot) for slot in slots}
 
 
 @_fault(DiskFile, "read", property="VALID", source="B86, kvcache-ai/Mooncake#4239", shortest=8)

@@ -22,8 +22,8 @@ from kvproof.invariants.operations import (
     Resume,
     kind_of,
 )
-from kvproof.invariants.outcomes import Outcome
-from kvproof.invariants.property import Check, Claim
+from kvproof.invariants.outcomes import Outcome, Status
+from kvproof.invariants.property import Check, Claim, OperationHandler
 from kvproof.invariants.view import Standing
 
 
@@ -49,6 +49,18 @@ class Atom(Check):
         self._hits: list[tuple[int, list[int]]] = []
         """What refused operations since the last settlement were about."""
 
+    def expecting(self, kind: type[Operation]) -> OperationHandler | None:
+        tiers = self.books.tiers
+        return None if tiers is None or kind not in (Offload, Promote) else self._to_copy
+
+    def expects(self, kind: type[Operation], status: Status) -> bool:
+        return status == "refused" and super().expects(kind, status)
+
+    def _to_copy(self, operation: Offload | Promote, outcome: Outcome) -> None:
+        """What it would have copied is to be told from the books as they are now."""
+        if self.books.tiers is not None and self.books.configuration.offloads_prefixes:
+            self.books.tiers.plan(operation)
+
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
         books = self.books
         if books.events:
@@ -72,8 +84,12 @@ class Atom(Check):
     def _slots_untouched(self, operation: Operation) -> None:
         """What a refused copy would have read is not pinned by it."""
         tiers = self.books.tiers
-        for tier, slots in tiers.wanted if tiers is not None else ():
-            actual = self.tiered.tier_pins(tier.tier, tier.group)
+        plan = None if tiers is None else tiers.planned
+        if tiers is None or plan is None or plan.source == "device":
+            return  # REF
+        for group, slots in plan.chosen:
+            tier = tiers.of(plan.source)[group]
+            actual = self.tiered.tier_pins(tier.tier, group)
             for slot in slots:
                 if actual[slot] != tier.pins[slot]:
                     self.fail(

@@ -13,10 +13,12 @@ subjects that declare inexact admission.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 
 from kvproof.invariants.books import GroupBooks, RequestModel
+from kvproof.invariants.checks.cap_answers import Answers
+from kvproof.invariants.checks.cap_steps import Steps
 from kvproof.invariants.checks.cap_tiers import TierAnswers
 from kvproof.invariants.operations import (
     Abort,
@@ -51,15 +53,13 @@ from kvproof.invariants.outcomes import (
     NO_HOST_BLOCKS,
     NOT_COMPUTED,
     NOT_LAUNCHED,
-    NOTHING_TO_RUN,
     OFFLOAD_OFF,
     RETRY,
-    RUN_AHEAD_LIMIT,
     TOO_MANY_REQUESTS,
     Outcome,
     Status,
 )
-from kvproof.invariants.property import Check, Claim, OperationHandler
+from kvproof.invariants.property import Claim, OperationHandler
 from kvproof.invariants.tags import Tags
 from kvproof.invariants.view import Standing
 
@@ -68,7 +68,7 @@ _ANSWERED = (Offload, Promote, Withhold, Corrupt, Restart, Slow)
 _WAITED_FOR = (HIT_PENDING, RETRY)
 
 
-class Cap(Check):
+class Cap(Answers):
     """Exact capacity."""
 
     claims = (
@@ -98,16 +98,20 @@ class Cap(Check):
             "chapter, continuous batching: long request continues; survey E11, Q12",
         ),
         Claim("A request that can never fit is refused as such.", "bug B134; survey K17"),
+        Claim(
+            "The prefix cache is reset only while nobody has KV that was computed before: no "
+            "request that runs or is suspended, and no copy under way.",
+            "bug B42; survey R20, T28",
+        ),
     )
     positive_control = "boundary-block-too-early"
     concludes_on = (Launch, Offload, Promote)
     concludes_when = ("done",)
-    _expected: Sequence[tuple[int, int]] = ()
-    """Of a launch with items: each request and how many tokens of it."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
-        self._answers = TierAnswers(self.books)
+        self._steps = Steps(self)
+        self._tiers = TierAnswers(self)
 
     def expecting(self, kind: type[Operation]) -> OperationHandler | None:
         return self._handlers.get(kind)
@@ -119,10 +123,10 @@ class Cap(Check):
             Abort: self._end,
             Preempt: self._preempt,
             Fork: self._fork,
-            Launch: self._launch,
+            Launch: self._steps.launch,
             Reset: self._reset,
-            Retire: self._retire,
-            **dict.fromkeys(_ANSWERED, self._answered),
+            Retire: self._steps.retire,
+            **dict.fromkeys((Withhold, Corrupt, Restart, Slow), self._tiers.answered),
         }
         if self.semantics.exact_admission:
             handlers |= {
@@ -133,55 +137,14 @@ class Cap(Check):
                 Reserve: self._reserve,
                 Evict: self._evict,
             }
+        if self.semantics.exact_tiers:
+            handlers |= dict.fromkeys((Offload, Promote), self._tiers.answered)
         return handlers
 
     def expects(self, kind: type[Operation], status: Status) -> bool:
         # LIFE knows whether an operation had a target; the others are never skipped.
         targeted = kind not in (Admit, Launch, Evict, Reset, *_ANSWERED)
         return super().expects(kind, status) and not (status == "skipped" and targeted)
-
-    def _judge(
-        self, operation: Operation, outcome: Outcome, reason: str | None, figure: int = 0
-    ) -> None:
-        """Compare the answer with the prediction: why refused, or which figure."""
-        if outcome.reason != reason or (outcome.status == "done") != (reason is None):
-            self._wrong_answer(operation, outcome, reason)
-        elif reason is None:
-            actual = outcome.cached_tokens or outcome.count
-            if actual != figure:
-                self._wrong_figure(operation, outcome, actual, figure)
-
-    def _wrong_answer(
-        self, operation: Operation, outcome: Outcome, reason: str | None, status: str = "done"
-    ) -> None:
-        name = type(operation).__name__.lower()
-        did = outcome.status + (f" ({outcome.reason})" if outcome.reason else "")
-        should = f"refused ({reason})" if reason else status
-        free = ", ".join(str(g.free) for g in self.books.groups)
-        self.fail(
-            f"{name} was {did}, but it should have been {should}: {free} blocks were free",
-            request=outcome.request,
-        )
-
-    def _wrong_figure(
-        self, operation: Operation, outcome: Outcome, actual: int, figure: int
-    ) -> None:
-        what = {
-            Admit: "cached tokens were claimed",
-            Resume: "cached tokens were claimed",
-            Launch: "tokens were scheduled",
-            Evict: "blocks were evicted",
-            Reset: "blocks were evicted",
-            Reserve: "blocks were taken",
-            Offload: "blocks are copied",
-            Promote: "blocks are copied",
-            Withhold: "blocks are withheld",
-            Retire: "requests came back",
-        }.get(type(operation), "were counted")
-        self.fail(
-            f"{type(operation).__name__.lower()}: {actual} {what}, but it should be {figure}",
-            request=outcome.request,
-        )
 
     # -- predictions, from the books as they were before the operation ---------------------------
 
@@ -212,7 +175,7 @@ class Cap(Check):
         elif any(needed > group.free for group in self.groups):
             reason = NO_FREE_BLOCKS
         cached = 0 if operation.late and rows else request.computed
-        self._judge(operation, outcome, reason, cached)
+        self.judge(operation, outcome, reason, cached)
         self._judge_copies(operation, outcome, rows, started=reason is None)
 
     def _admission(
@@ -232,12 +195,14 @@ class Cap(Check):
                 if not self._fits(group, tags, needed, hits):
                     reason = NO_FREE_BLOCKS
             if books.tiers is not None:
-                lookup = self._answers.beyond(tags, hits)
+                lookup = outcome.lookup
+                if self.semantics.exact_tiers:
+                    lookup = self._tiers.beyond(tags, hits)
                 if isinstance(operation, Admit) and operation.wait and lookup in _WAITED_FOR:
                     reason = lookup
-        self._judge(operation, outcome, reason, hits * size)
+        self.judge(operation, outcome, reason, hits * size)
         if outcome.lookup != lookup or outcome.transfers:
-            self._wrong_lookup(operation, outcome, lookup)
+            self.wrong_lookup(operation, outcome, lookup)
 
     def _fits(self, group: GroupBooks, tags: Tags[int], needed: int, hits: int) -> bool:
         """Whether the new blocks are free beside the hits that come out of the free ones."""
@@ -257,13 +222,13 @@ class Cap(Check):
             return
         reason = None
         if request.loading:
-            self._judge(operation, outcome, LOADING)
+            self.judge(operation, outcome, LOADING)
             return
         for group in self.groups:
             if self._growth(group, request, operation.tokens) > group.free:
                 reason = NO_FREE_BLOCKS
         if outcome.reason != reason or (outcome.status == "done") != (reason is None):
-            self._wrong_answer(operation, outcome, reason)
+            self.wrong_answer(operation, outcome, reason)
 
     def _growth(self, group: GroupBooks, request: RequestModel, tokens: int) -> int:
         """Blocks that growing by so many tokens takes, a copy-on-write included."""
@@ -287,7 +252,7 @@ class Cap(Check):
         if self.books.tiers is not None and any(running[index].loading for index in named):
             reason = LOADING
         if outcome.reason != reason or (outcome.status == "done") != (reason is None):
-            self._wrong_answer(operation, outcome, reason)
+            self.wrong_answer(operation, outcome, reason)
 
     def _reserve(self, operation: Reserve, outcome: Outcome) -> None:
         request = self._known(outcome.request)
@@ -296,7 +261,7 @@ class Cap(Check):
         needed = blocks_for(operation.slots, self.block_size)
         takes = [max(0, needed - len(table)) for table in request.tables]
         short = any(take > group.free for group, take in zip(self.groups, takes, strict=True))
-        self._judge(operation, outcome, NO_FREE_BLOCKS if short else None, sum(takes))
+        self.judge(operation, outcome, NO_FREE_BLOCKS if short else None, sum(takes))
 
     def _preempt(self, operation: Preempt, outcome: Outcome) -> None:
         request = self._known(outcome.request)
@@ -310,9 +275,11 @@ class Cap(Check):
             reason = OFFLOAD_OFF
         elif request.launched or request.loading:
             reason = IN_FLIGHT
+        elif not self.semantics.exact_tiers:
+            reason = NO_HOST_BLOCKS if outcome.reason == NO_HOST_BLOCKS else None
         elif rows > (0 if tiers is None else min([host.free for host in tiers.host])):
             reason = NO_HOST_BLOCKS
-        self._judge(operation, outcome, reason)
+        self.judge(operation, outcome, reason)
         self._judge_copies(operation, outcome, rows, started=reason is None)
 
     def _judge_copies(
@@ -334,7 +301,7 @@ class Cap(Check):
             return
         pending = request.running and request.computed < len(request.tags)
         may_not = pending and not self.semantics.fences_releases
-        self._judge(operation, outcome, NOT_LAUNCHED if may_not else None)
+        self.judge(operation, outcome, NOT_LAUNCHED if may_not else None)
 
     def _fork(self, operation: Fork, outcome: Outcome) -> None:
         request = self._known(outcome.request)
@@ -345,151 +312,40 @@ class Cap(Check):
             reason = NOT_COMPUTED
         elif len(self.books.running) + operation.samples > self.books.configuration.requests:
             reason = TOO_MANY_REQUESTS
-        self._judge(operation, outcome, reason)
-
-    def _launch(self, operation: Launch, outcome: Outcome) -> None:
-        books = self.books
-        if len(books.steps) >= books.configuration.run_ahead:
-            self._judge(operation, outcome, RUN_AHEAD_LIMIT)
-            return
-        pending = self._named(operation) if operation.items else self._pending_of_all()
-        if pending == 0:
-            self._judge(operation, outcome, NOTHING_TO_RUN)
-            return
-        if operation.budget and self.semantics.chunks and not operation.items:
-            pending = min(pending, operation.budget)
-        self._judge(operation, outcome, None, pending)
-
-    def _pending_of_all(self) -> int:
-        total, size = 0, self.block_size
-        for request in self.books.running:
-            if request.loading:
-                continue
-            # Tokens beyond the request's blocks cannot be computed yet.
-            slots = (request.slots + size - 1) // size * size
-            length = len(request.tags)
-            pending = (length if length < slots else slots) - request.scheduled
-            if pending > 0:
-                total += pending
-        return total
-
-    def _named(self, operation: Launch) -> int:
-        """Tokens that the named requests, each by its first item, have to compute."""
-        running, size = self.books.running, self.block_size
-        named: dict[int, int] = {}
-        count = len(running)
-        for index, tokens in operation.items if count else ():
-            named.setdefault(index % count, tokens)
-        expected: list[tuple[int, int]] = []
-        for index, tokens in named.items():
-            request = running[index]
-            if request.loading:
-                continue
-            slots = (request.slots + size - 1) // size * size
-            length = len(request.tags)
-            pending = (length if length < slots else slots) - request.scheduled
-            if pending > 0:
-                expected.append((request.id, tokens if tokens < pending else pending))
-        self._expected = expected
-        return sum([tokens for _, tokens in expected])
+        self.judge(operation, outcome, reason)
 
     def _evict(self, operation: Evict, outcome: Outcome) -> None:
         if operation.tier != "device":
-            self._answered(operation, outcome)
+            if self.semantics.exact_tiers:
+                self._tiers.answered(operation, outcome)
             return
         cached = [len(group.cached_free) for group in self.groups]
         figure = sum([min(operation.blocks, free) for free in cached])
-        self._judge(operation, outcome, None, figure)
+        self.judge(operation, outcome, None, figure)
 
     def _reset(self, operation: Reset, outcome: Outcome) -> None:
         tiers = self.books.tiers
-        if any(group.referenced for group in self.groups) or (tiers and tiers.in_flight):
-            self._judge(operation, outcome, BLOCKS_IN_USE)
+        below = tiers is not None and tiers.in_use
+        if below or any(group.referenced for group in self.groups):
+            self.judge(operation, outcome, BLOCKS_IN_USE)
         else:
             findable = sum([len(group.cached_free) for group in self.groups])
             if tiers is not None:
                 findable += sum([len(tier.key_of) for tier in tiers.all])
-            self._judge(operation, outcome, None, findable)
-
-    def _answered(self, operation: Operation, outcome: Outcome) -> None:
-        """The hierarchy answers as predicted."""
-        expected = self._answers.predict(operation)
-        if (outcome.status, outcome.reason) != (expected.status, expected.reason):
-            self._wrong_answer(operation, outcome, expected.reason, expected.status)
-            return
-        if outcome.count != expected.count:
-            self._wrong_figure(operation, outcome, outcome.count, expected.count)
-        if outcome.lookup != expected.lookup:
-            self._wrong_lookup(operation, outcome, expected.lookup)
-        if len(outcome.transfers) != expected.transfers:
-            self.fail(
-                f"{kind_of(operation)} names {len(outcome.transfers)} transfers, but it should "
-                f"be {expected.transfers}"
-            )
-
-    def _wrong_lookup(self, operation: Operation, outcome: Outcome, expected: str) -> None:
-        self.fail(
-            f"{kind_of(operation)}: the tiers below are said to answer "
-            f"{outcome.lookup or 'nothing'!r}, but it should be {expected or 'nothing'!r}",
-            request=outcome.request,
-        )
-
-    def _retire(self, operation: Retire, outcome: Outcome) -> None:
-        if self.books.steps:
-            self._judge(operation, outcome, None, len(self.books.steps[0].items))
+            self.judge(operation, outcome, None, findable)
 
     def _known(self, number: int | None) -> RequestModel | None:
         return None if number is None else self.books.requests.get(number)
 
     # -- what done operations did -------------------------------------------------------------
 
-    def conclude(self, operation: Operation, outcome: Outcome) -> None:
-        """A launch computes just its items, or serves the oldest first: only its last request may
-        be left unfinished.  A copy between tiers is of the blocks that are next."""
-        if isinstance(operation, Offload | Promote):
-            self._copied(operation, outcome)
-            return
-        step = self.books.steps[-1] if self.books.steps else None
-        assert isinstance(operation, Launch)
-        if step is None or not step.items:
-            return
-        if operation.items:
-            actual = [(item.request, item.end - item.start) for item, _ in step.items]
-            if actual != self._expected:
-                self.fail(
-                    f"step {step.number} computes (request, tokens) {actual}, but it was to "
-                    f"compute {self._expected}"
-                )
-            return
-        if not self.semantics.oldest_first:
-            return
-        last, size = step.items[-1][1], self.block_size
-        for request in self.books.running:
-            if request is last:
-                return
-            if request.loading:
-                continue
-            slots = (request.slots + size - 1) // size * size
-            if request.scheduled < min(len(request.tags), slots):
-                self.fail(
-                    f"step {step.number} leaves {len(request.tags) - request.scheduled} tokens "
-                    f"of request {request.id} uncomputed, but serves request {last.id}, which "
-                    "was admitted later",
-                    request=request.id,
-                )
-                return
+    # -- what done operations did -------------------------------------------------------------
 
-    def _copied(self, operation: Offload | Promote, outcome: Outcome) -> None:
-        tiers = self.books.tiers
-        if tiers is None:
-            return
-        started = [tiers.in_flight.get(number) for number in outcome.transfers]
-        actual = [(t.group, t.sources) for t in started if t is not None]
-        if actual != self._answers.chosen:
-            self.fail(
-                f"{kind_of(operation)} copies (group, blocks) {actual}, but next are "
-                f"{self._answers.chosen}"
-            )
+    def conclude(self, operation: Operation, outcome: Outcome) -> None:
+        if isinstance(operation, Launch):
+            self._steps.launched(operation)
+        elif self.semantics.exact_tiers and isinstance(operation, Offload | Promote):
+            self._tiers.copied(operation, outcome)
 
     def judge_standing(self, request: RequestModel, actual: Standing, expected: Standing) -> None:
         if not request.running or actual[3] == expected[3]:

@@ -79,14 +79,29 @@ class Cons(Check):
             self._count_slots(self.books.tiers)
 
     def _wrong_slots(self, tier: TierBooks, free: int) -> None:
+        pins = self.tiered.tier_pins(tier.tier, tier.group)
+        differs = (slot for slot, count in enumerate(tier.pins) if pins[slot] != count)
         withheld = f", {tier.withheld} are withheld" if tier.withheld else ""
         self.fail(
             f"{free} {tier.tier} blocks are reported free{withheld} and {len(tier.busy)} are "
             "pinned by transfers or hold swapped requests, which does not make the tier's "
             f"{tier.capacity}",
             group=tier.group,
+            block=next(differs, None),
             tier=tier.tier,
+            transfer=self._latest(tier),
         )
+
+    def _latest(self, tier: TierBooks) -> int | None:
+        """The transfer that took slots of the tier, or gave them back, last."""
+        tiers = self.books.tiers
+        known = [] if tiers is None else [*tiers.in_flight.values(), *tiers.ending]
+        here = [
+            transfer.number
+            for transfer in known
+            if transfer.group == tier.group and tier.tier in (transfer.source, transfer.target)
+        ]
+        return here[-1] if here else None
 
     def audit(self) -> None:
         reserved = self.semantics.reserved

@@ -11,7 +11,7 @@ evicts duplicates' children out of that order, see survey R14); orders of other 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from kvproof.invariants.books import GroupBooks
@@ -24,8 +24,11 @@ from kvproof.invariants.events import (
     SlotsEvicted,
     TransferStarted,
 )
-from kvproof.invariants.property import Check, Claim, EventHandler
-from kvproof.invariants.slot_books import ENDS
+from kvproof.invariants.operations import Operation, Promote, Tier
+from kvproof.invariants.orders import Adaptive
+from kvproof.invariants.outcomes import Outcome, Status
+from kvproof.invariants.property import Check, Claim, EventHandler, OperationHandler
+from kvproof.invariants.slot_books import ENDS, TierBooks
 from kvproof.invariants.subject import Semantics
 
 
@@ -52,33 +55,73 @@ class Order(Check):
 
     @classmethod
     def promised(cls, semantics: Semantics) -> bool:
-        return semantics.eviction_order != "any" or semantics.release_order == "tail_first"
+        tiers: tuple[Tier, ...] = ("device", "host", "disk") if semantics.tiers else ("device",)
+        ordered = any(semantics.promises_order(tier) for tier in tiers)
+        return ordered or semantics.release_order == "tail_first"
 
     def before_event(self) -> Mapping[type[Event], EventHandler]:
         handlers: dict[type[Event], EventHandler] = {}
-        if self.semantics.eviction_order != "any":
+        if self.semantics.promises_order("device"):
             handlers[BlocksEvicted] = self._evicted
             handlers[BlocksAllocated] = self._allocated
             handlers[BlockCopied] = self._copied
-            if self.books.tiers is not None:
-                handlers[SlotsEvicted] = self._slots_evicted
-                handlers[TransferStarted] = self._copy_starts
+        if self.books.tiers is not None:
+            handlers[BlocksEvicted] = self._evicted
+            handlers[SlotsEvicted] = self._slots_evicted
+            handlers[TransferStarted] = self._copy_starts
         if self.semantics.release_order == "tail_first":
             handlers[BlocksReleased] = self._released
         return handlers
 
+    def expecting(self, kind: type[Operation]) -> OperationHandler | None:
+        exact = self.books.tiers is not None and self.semantics.exact_tiers
+        return self._promoting if exact and kind is Promote else None
+
+    def expects(self, kind: type[Operation], status: Status) -> bool:
+        return status == "done" and super().expects(kind, status)
+
+    def _promoting(self, operation: Promote, outcome: Outcome) -> None:
+        """What it must not evict is to be told from the books as they are now."""
+        if self.books.tiers is not None:
+            self.books.tiers.plan(operation)
+
+    def _spared(self, tier: Tier, group: int) -> frozenset[int]:
+        """What the present operation must not evict there: it is about the same prompt."""
+        plan = None if self.books.tiers is None else self.books.tiers.planned
+        return frozenset() if plan is None or plan.target != tier else plan.spared[group]
+
+    def _goes_too_far(self, tier: Tier, group: int, blocks: Sequence[int]) -> bool:
+        """Whether a copy upwards evicts what it is to be found behind."""
+        spared = self._spared(tier, group)
+        if spared.isdisjoint(blocks):
+            return False
+        block = next(block for block in blocks if block in spared)
+        self.fail(
+            f"{tier} block {block} was evicted for a copy of other blocks of the same prompt",
+            group=group,
+            block=block,
+            tier=tier,
+        )
+        return True
+
     def _evicted(self, event: BlocksEvicted) -> None:
         group, blocks = self.groups[event.group], event.blocks
         self.checked += 1
+        if self._goes_too_far("device", event.group, blocks):
+            return
+        if not self.semantics.promises_order("device"):
+            return
         cached_free = group.cached_free if group.adaptive is None else group.adaptive
-        oldest = list(islice(cached_free, len(blocks)))
+        spared = self._spared("device", event.group)
+        next_ones = cached_free if not spared else (b for b in cached_free if b not in spared)
+        oldest = list(islice(next_ones, len(blocks)))
         if oldest == list(blocks):
             return
         for block, expected in zip(blocks, oldest, strict=False):
             if block != expected and block in cached_free:  # else PIN, VALID
                 why = "was released before it and never used since"
                 if group.adaptive is not None:
-                    why = "is before it in the order of ARC"
+                    why = f"is before it in the order of ARC: {group.adaptive.describe()}"
                 self.fail(
                     f"block {block} was evicted ({event.cause}), but block {expected} {why}",
                     group=event.group,
@@ -93,13 +136,20 @@ class Order(Check):
             return
         self.checked += 1
         tier = tiers.of(event.tier)[event.group]
-        spared = tiers.protected[event.group] if event.tier == "host" else ()
+        if self._goes_too_far(event.tier, event.group, event.slots):
+            return
+        if not self.semantics.promises_order(event.tier):
+            return
+        spared = self._spared(event.tier, event.group)
         victims = islice((s for s in tier.order if s not in spared), len(event.slots))
         for slot, expected in zip(event.slots, victims, strict=False):
             if slot != expected and slot not in tier.busy and slot in tier.key_of:
+                by = (
+                    f": by ARC, {tier.order.describe()}" if isinstance(tier.order, Adaptive) else ""
+                )
                 self.fail(
                     f"{event.tier} block {slot} was evicted ({event.cause}), but block {expected} "
-                    "was to go before it",
+                    f"was to go before it{by}",
                     group=event.group,
                     block=slot,
                     tier=event.tier,
@@ -109,6 +159,8 @@ class Order(Check):
     def _copy_starts(self, event: TransferStarted) -> None:
         """What it evicted is what it lacked."""
         tiers, target = self.books.tiers, ENDS[event.kind][1]
+        if not self.semantics.promises_order(target):
+            return
         if target == "device":
             evicted = len(self.groups[event.group].evicting)
             empty = self.groups[event.group].empty_free - evicted
@@ -163,30 +215,38 @@ class Order(Check):
             )
 
     def audit(self) -> None:
-        if self.semantics.eviction_order == "any":
-            return
-        for group in self.books.groups:
-            expected = list(group.cached_free if group.adaptive is None else group.adaptive)
-            actual = list(self.view.free_blocks(group.group)[group.empty_free :])
-            if actual != expected:
-                first = next(
-                    (a for a, e in zip(actual, expected, strict=False) if a != e),
-                    (actual or expected)[-1],
-                )
-                order = "the time of their release" if group.adaptive is None else "ARC"
-                self.fail(
-                    f"the next victims are blocks {actual[:8]}, but by {order} they should be "
-                    f"{expected[:8]}",
-                    group=group.group,
-                    block=first,
-                )
+        for group in self.groups if self.semantics.promises_order("device") else ():
+            self._device_stands(group)
         for tier in self.books.tiers.all if self.books.tiers is not None else ():
-            expected = list(tier.order)
-            actual = list(self.tiered.victims(tier.tier, tier.group))
-            if actual != expected:
-                self.fail(
-                    f"the next victims are {tier.tier} blocks {actual[:8]}, but they should be "
-                    f"{expected[:8]}",
-                    group=tier.group,
-                    tier=tier.tier,
-                )
+            if self.semantics.promises_order(tier.tier):
+                self._stands(tier)
+
+    def _device_stands(self, group: GroupBooks) -> None:
+        order = group.cached_free if group.adaptive is None else group.adaptive
+        expected = list(order)
+        actual = list(self.view.free_blocks(group.group)[group.empty_free :])
+        if actual != expected:
+            first = next(
+                (a for a, e in zip(actual, expected, strict=False) if a != e),
+                (actual or expected)[-1],
+            )
+            by = "by the time of their release"
+            if group.adaptive is not None:
+                by = f"by ARC ({group.adaptive.describe()})"
+            self.fail(
+                f"the next victims are blocks {actual[:8]}, but {by} they should be {expected[:8]}",
+                group=group.group,
+                block=first,
+            )
+
+    def _stands(self, tier: TierBooks) -> None:
+        expected, actual = list(tier.order), list(self.tiered.victims(tier.tier, tier.group))
+        if actual != expected:
+            by = f" by ARC ({tier.order.describe()})" if isinstance(tier.order, Adaptive) else ""
+            self.fail(
+                f"the next victims are {tier.tier} blocks {actual[:8]}, but{by} they should be "
+                f"{expected[:8]}",
+                group=tier.group,
+                block=(actual or expected)[0],
+                tier=tier.tier,
+            )

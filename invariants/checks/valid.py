@@ -2,11 +2,13 @@
 
 Verifies: that a block is published only when all of its slots hold the KV that its key stands
 for (or, where the subject declares early publication, once the step that owes it is retired);
-that a completed block does become findable; that a hit names blocks that are findable; that
-an evicted, reused or reset block's key leads nowhere; that host and disk find exactly what was
-copied there and not evicted since, and really hold it; that damage is met and not served; that a
-restart loses nothing that was wholly written, and finds nothing that was not; in an audit, that
-the subject's indices hold exactly the entries that the events left, each with its content.
+that a completed block does become findable; that a hit names blocks that are findable, and where
+there are tiers really hold what they are found as; that an evicted, reused or reset block's key
+leads nowhere; that host and disk find exactly what was copied there and not evicted since, and
+really hold it; that damage is met and not served; that a restart loses nothing that was wholly
+written, and finds nothing that was not; that nothing that was computed before a reset is findable
+after it, on any tier; in an audit, that the subject's indices hold exactly the entries that the
+events left, each with its content.
 
 Does not verify: that keys tell contents apart (KEY); which block is evicted (ORDER).
 """
@@ -59,6 +61,10 @@ class Valid(Check):
             "survey R04, R11 (cached-free); bug B52 (a cache that never hits)",
         ),
         Claim("A hit names findable blocks only.", "survey R06, E08"),
+        Claim(
+            "What was computed before a reset of the prefix cache is not findable after it.",
+            "bugs B42, B43; survey R20, T28",
+        ),
         Claim(
             "A lower tier finds what was copied there, and nothing that was evicted, damaged or "
             "half written.",
@@ -118,6 +124,8 @@ class Valid(Check):
                 block=block,
                 request=event.request,
             )
+        if self._below is not None:
+            self._below.hit(event)
 
     def _published(self, event: BlocksPublished) -> None:
         request = self.books.known.get(event.request)
@@ -130,6 +138,9 @@ class Valid(Check):
             self._incomplete(event, f"has only {request.length} tokens, not {end}")
         elif list(event.blocks) != table:
             self._incomplete(event, f"holds blocks {table} there")
+        elif event.row * self.block_size < request.outdated:
+            outdated = f"{request.outdated} of its tokens"
+            self._incomplete(event, f"computed {outdated} before the prefix cache was reset")
         elif not self._early and end > request.computed:
             self._incomplete(event, f"has computed only {request.computed} tokens, not {end}")
         elif not self._early and request.verified[event.group] < end:
@@ -187,6 +198,8 @@ class Valid(Check):
 
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
         if not isinstance(operation, Retire):
+            if isinstance(operation, Reset):
+                self._nothing_findable()
             if self._below is not None:
                 self._below.conclude(operation)
             return
@@ -197,6 +210,15 @@ class Valid(Check):
             first, last = item.start // size, item.end // size
             if first < last and request.epoch == item.epoch:
                 self._completed_is_findable(request, first, last)
+
+    def _nothing_findable(self) -> None:
+        """After a reset."""
+        for group in self.groups:
+            if group.key_of:
+                block = next(iter(group.key_of))
+                self.fail(
+                    f"block {block} is still findable after a reset", group=group.group, block=block
+                )
 
     def settle(self) -> None:
         if self._below is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvproof.invariants.events import SlotsEvicted, TierReopened, TransferEnded
+from kvproof.invariants.books import GroupBooks
+from kvproof.invariants.events import BlocksReused, SlotsEvicted, TierReopened, TransferEnded
 from kvproof.invariants.operations import Corrupt, Operation, Reset, Tier
 from kvproof.invariants.property import Check
 from kvproof.invariants.slot_books import TierBooks
@@ -57,6 +58,15 @@ class Below:
         if not self._tiers.ending:
             return
         transfer = self._tiers.ending[-1]
+        if event.result == "completed" and transfer.keys and transfer.outdated:
+            self._check.fail(
+                f"transfer {transfer.number} ({transfer.kind}) brings {transfer.target} blocks "
+                f"{transfer.targets}, of what was computed before the prefix cache was reset",
+                group=transfer.group,
+                block=transfer.targets[0],
+                tier=transfer.target,
+                transfer=transfer.number,
+            )
         if event.result == "completed" and transfer.keys and transfer.target != "device":
             tier = self._tiers.of(transfer.target)[transfer.group]
             self._written += [(tier, slot) for slot in transfer.targets]
@@ -69,7 +79,8 @@ class Below:
     def reopened(self, event: TierReopened) -> None:
         """Before the books: all that the disk had is there, and nothing that it never had.
 
-        What was on its way may be there or not; so may what is damaged.
+        What was on its way and wanted may be there or not; so may what is damaged.  What the index
+        says damagedly is not there.
         """
         disk = self._tiers.disk[event.group]
         found = dict(zip(event.slots, event.keys, strict=True))
@@ -77,13 +88,8 @@ class Below:
         for transfer in self._tiers.ending:
             if transfer.kind == "demote" and transfer.group == event.group:
                 for slot, key in zip(transfer.targets, transfer.keys, strict=True):
-                    may_be.setdefault(slot, set()).add(key)
-        for slot, key in disk.key_of.items():
-            if slot not in disk.corrupt and found.get(slot) != key:
-                self._fail(
-                    disk, slot, f"disk block {slot} was wholly written, but is lost by a restart"
-                )
-                return
+                    may_be.setdefault(slot, set()).update(() if transfer.cancelled else (key,))
+        self._lost(event, disk, found, may_be.keys() - disk.key_of.keys())
         for slot, key in found.items():
             if key not in may_be.get(slot, ()):
                 self._fail(
@@ -94,6 +100,48 @@ class Below:
                 )
                 return
         self._written += [(disk, slot) for slot in found]
+
+    def _lost(
+        self, event: TierReopened, disk: TierBooks, found: dict[int, bytes], awaited: set[int]
+    ) -> None:
+        """Of what was wholly written, only that of which the entry in the index is damaged."""
+        damaged = set(event.damaged)
+        for slot in damaged - disk.unlisted - awaited:
+            self._fail(
+                disk, slot, f"the entry of disk block {slot} is said to be damaged: it is not"
+            )
+            return
+        for slot in disk.unlisted:
+            if slot not in damaged or slot in found:
+                self._fail(
+                    disk, slot, f"the entry of disk block {slot} is damaged, but counts as if whole"
+                )
+                return
+        if not self._check.semantics.disk_survives:
+            return
+        for slot, key in disk.key_of.items():
+            kept = found.get(slot) == key or slot in disk.corrupt or slot in disk.unlisted
+            if not kept:
+                self._fail(
+                    disk, slot, f"disk block {slot} was wholly written, but is lost by a restart"
+                )
+                return
+
+    def hit(self, event: BlocksReused) -> None:
+        """Before the books: what is hit holds what its key stands for."""
+        self._device_holds(self._check.groups[event.group], event.blocks)
+
+    def _device_holds(self, group: GroupBooks, blocks: Iterable[int]) -> None:
+        """Of these blocks, those that are findable, and written, hold what they should."""
+        if not self._check.semantics.tier_bytes:
+            return
+        content, number = self._check.tiered.tier_content, group.group
+        key_of, owed = group.key_of, group.owed
+        for block in blocks:
+            key = key_of.get(block)
+            if key is not None and content("device", number, block) != key and block not in owed:
+                self._content("device", number, block, key, damaged=False)
+                return
 
     # -- what the operation did, and what is there now -------------------------------------------
 
@@ -151,6 +199,8 @@ class Below:
         self._content(tier.tier, tier.group, slot, key, damaged=damaged)
 
     def _content(self, tier: Tier, group: int, block: int, key: bytes, *, damaged: bool) -> None:
+        if not self._check.semantics.tier_bytes:
+            return
         content = self._check.tiered.tier_content(tier, group, block)
         if content == (None if damaged else key):
             return
@@ -163,6 +213,8 @@ class Below:
         self._check.fail(f"{tier} block {block} {what}", group=group, block=block, tier=tier)
 
     def audit(self) -> None:
+        for group in self._check.groups:
+            self._device_holds(group, group.key_of)
         for tier in self._tiers.all:
             index = self._check.tiered.tier_index(tier.tier, tier.group)
             if dict(index) != tier.slot_of_key:

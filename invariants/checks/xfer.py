@@ -4,8 +4,9 @@ Verifies: that transfers have numbers of their own, which rise; that a transfer 
 on, cancelled and ended only by the operation that names it, and that a notice about one that has
 ended changes nothing; that its result is the one that it must have: void if it was cancelled or
 its request went on without it, failed if it was made to fail or read damage, else completed;
-that its sources hold, complete, what it is to copy, and still do when they are copied; that it
-has as many targets as sources, and brings nothing that is there or on its way already.
+that its sources hold, complete, what it is to copy, and still do when they are copied; that what
+was swapped really arrives, there and back, as it was; that it has as many targets as sources, and
+brings nothing that is there or on its way already.
 
 Does not verify: which blocks are chosen (CAP); who else uses its targets (EXCL); how long a copy
 takes.
@@ -76,6 +77,10 @@ class Xfer(Check):
             "What is copied is complete and stays as it is while the copy is under way.",
             "chapter, tiering: ownership released only after a safe state; bugs B75, B78, B79; "
             "survey T11",
+        ),
+        Claim(
+            "What a suspended request gets back is, block by block, what was taken from it.",
+            "bug B190; survey T18, T19, K09",
         ),
         Claim(
             "Nothing is copied to a place that has it or awaits it, and a request has one swap "
@@ -158,7 +163,8 @@ class Xfer(Check):
         if outcome.count != landed:
             self.fail(
                 f"{outcome.count} blocks of transfer {named.number} are said to have arrived, but "
-                f"it should be {landed}"
+                f"it should be {landed}",
+                transfer=named.number,
             )
 
     def _compare_target(
@@ -170,7 +176,8 @@ class Xfer(Check):
             named = f"transfer {expected[0]}" if ids else "none"
             self.fail(
                 f"{kind_of(operation)} was {outcome.status} for transfers "
-                f"{list(outcome.transfers)}, but of {len(ids)} candidates it names {named}"
+                f"{list(outcome.transfers)}, but of {len(ids)} candidates it names {named}",
+                transfer=expected[0] if ids else None,
             )
 
     def _result(self, operation: Complete | Fail, transfer: TransferModel) -> tuple[str, str]:
@@ -193,7 +200,8 @@ class Xfer(Check):
         if outcome.status == "done":
             for number, transfer in self._tiers.in_flight.items():
                 if transfer.on_disk:
-                    self._to_end[number] = ("failed", "crash")
+                    void = transfer.void
+                    self._to_end[number] = ("cancelled", "") if void else ("failed", "crash")
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -227,6 +235,7 @@ class Xfer(Check):
                 f"transfer {event.transfer} ({event.kind}) starts {why}",
                 group=event.group,
                 request=event.request,
+                transfer=event.transfer,
             )
         self._last = max(self._last, event.transfer)
         operation = self._operation
@@ -310,7 +319,10 @@ class Xfer(Check):
             or named.number != event.transfer
             or event.parts != min(named.landed + operation.parts, len(named.sources))
         ):
-            self.fail(f"{event.parts} blocks of transfer {event.transfer} arrive unasked")
+            self.fail(
+                f"{event.parts} blocks of transfer {event.transfer} arrive unasked",
+                transfer=event.transfer,
+            )
 
     def _cancelled(self, event: TransferCancelled) -> None:
         named = self._named
@@ -319,7 +331,10 @@ class Xfer(Check):
             or not isinstance(self._operation, Cancel)
             or named.number != (event.transfer)
         ):
-            self.fail(f"transfer {event.transfer} is cancelled, but nobody did so")
+            self.fail(
+                f"transfer {event.transfer} is cancelled, but nobody did so",
+                transfer=event.transfer,
+            )
 
     def _ended(self, event: TransferEnded) -> None:
         self.checked += 1
@@ -327,12 +342,16 @@ class Xfer(Check):
         expected = self._to_end.pop(number, None)
         transfer = self._tiers.in_flight.get(number)
         if transfer is None:
-            self.fail(f"transfer {number} ends, {event.result}, but it was not in flight")
+            self.fail(
+                f"transfer {number} ends, {event.result}, but it was not in flight",
+                transfer=number,
+            )
         elif expected is None:
             self.fail(
                 f"transfer {number} ({transfer.kind}) ends, {event.result}, by an operation that "
                 "was not about it",
                 group=transfer.group,
+                transfer=number,
             )
         elif result != expected:
             self.fail(
@@ -340,6 +359,7 @@ class Xfer(Check):
                 f"have ended {_words(*expected)}",
                 group=transfer.group,
                 request=None if transfer.request is None else transfer.request.id,
+                transfer=number,
             )
 
     # -- what the operation did ------------------------------------------------------------------
@@ -348,28 +368,39 @@ class Xfer(Check):
         if self._to_end:
             number, (result, cause) = next(iter(self._to_end.items()))
             if outcome.status == "done":
-                self.fail(f"transfer {number} should have ended {_words(result, cause)}")
+                self.fail(
+                    f"transfer {number} should have ended {_words(result, cause)}", transfer=number
+                )
             self._to_end.clear()
         if isinstance(operation, Notify) and self.books.events:
             self.fail(
                 "a notice about a transfer that has ended changed state: "
-                f"{len(self.books.events)} event(s)"
+                f"{len(self.books.events)} event(s)",
+                transfer=outcome.transfers[0] if outcome.transfers else None,
             )
-        if isinstance(operation, Corrupt):
+        if isinstance(operation, Corrupt) and operation.file == "data":
             self._bytes.damage(operation)
         if isinstance(operation, Cancel) and self._named is not None and not self._named.cancelled:
-            self.fail(f"transfer {self._named.number} was cancelled, but not by its events")
+            number = self._named.number
+            self.fail(f"transfer {number} was cancelled, but not by its events", transfer=number)
         self._operation = self._named = None
         self._compare_flight()
 
     def _compare_flight(self) -> None:
         actual, expected = list(self.tiered.transfers()), list(self._tiers.in_flight)
         if actual != expected:
-            self.fail(f"transfers {actual} are in flight, but it should be {expected}")
+            self.fail(
+                f"transfers {actual} are in flight, but it should be {expected}",
+                transfer=min({*actual} ^ {*expected}, default=None),
+            )
 
     def settle(self) -> None:
         if self.books.tiers is not None:
             self._compare_flight()
+
+    def audit(self) -> None:
+        if self.books.tiers is not None:
+            self._bytes.audit()
 
 
 def _may(operation: Operation, transfer: TransferModel) -> bool:

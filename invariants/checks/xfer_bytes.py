@@ -27,6 +27,8 @@ class Bytes:
     def __init__(self, check: Check, tiers: Tiers) -> None:
         self._check = check
         self._tiers = tiers
+        self._away: dict[tuple[int, int], list[bytes | None]] = {}
+        """By request and group: what was really in the blocks that were swapped out."""
 
     def _shadow(self, tier: Tier, group: int) -> Shadow:
         return (
@@ -37,6 +39,10 @@ class Bytes:
         transfer = self._tiers.in_flight[event.transfer]
         transfer.bytes = self._shadow(transfer.source, event.group).read(transfer.sources)
         self._shadow(transfer.target, event.group).poison(transfer.targets, IN_FLIGHT)
+        if event.kind == "swap_out" and event.request is not None:
+            self._away[event.request, event.group] = self._really(
+                "device", event.group, transfer.sources
+            )
 
     def copy_goes_on(self, event: TransferLanded) -> None:
         transfer = self._tiers.in_flight.get(event.transfer)
@@ -50,8 +56,11 @@ class Bytes:
         transfer = tiers.ending[-1]
         if event.result == "completed":
             self._copy(transfer, transfer.copied, len(transfer.sources))
+            self._came_across(transfer)
         else:
             self._shadow(transfer.target, transfer.group).poison(transfer.targets, FREED)
+            if transfer.request is not None:
+                self._away.pop((transfer.request.id, transfer.group), None)
         self._let_go(transfer.source, transfer.group)
         self._let_go(transfer.target, transfer.group)
 
@@ -73,10 +82,62 @@ class Bytes:
                 group=transfer.group,
                 block=sources[index],
                 tier=transfer.source,
+                transfer=transfer.number,
             )
         target = self._shadow(transfer.target, transfer.group)
         source.copy_blocks(sources, target, transfer.targets[first:end])
         transfer.copied = end
+
+    def _really(self, tier: Tier, group: int, blocks: Sequence[int]) -> list[bytes | None]:
+        """What is in these blocks by the subject's own look, whatever it reports."""
+        if not self._check.semantics.tier_bytes:
+            return [None] * len(blocks)
+        content = self._check.tiered.tier_content
+        return [content(tier, group, block) for block in blocks]
+
+    def _came_across(self, transfer: TransferModel) -> None:
+        """What was swapped, out or in, really is at its target as it was on the device before."""
+        request = transfer.request
+        if request is None:
+            return
+        row = self._not_as_before(transfer.target, transfer.group, request.id, transfer.targets)
+        if row is not None:
+            self._check.fail(
+                f"{transfer.target} block {transfer.targets[row]} does not hold what row {row} of "
+                f"request {request.id} held when it was swapped out, though transfer "
+                f"{transfer.number} ({transfer.kind}) completed",
+                group=transfer.group,
+                block=transfer.targets[row],
+                request=request.id,
+                tier=transfer.target,
+                transfer=transfer.number,
+            )
+        if transfer.kind == "swap_in":
+            self._away.pop((request.id, transfer.group), None)
+
+    def _not_as_before(
+        self, tier: Tier, group: int, request: int, blocks: Sequence[int]
+    ) -> int | None:
+        """The first row that is not in these blocks as it was when it was swapped out."""
+        then = self._away.get((request, group), [])
+        rows = zip(self._really(tier, group, blocks), then, strict=False)
+        return next((row for row, (now, before) in enumerate(rows) if now != before), None)
+
+    def audit(self) -> None:
+        """What was swapped out is still there."""
+        for host in self._tiers.host:
+            for request, slots in host.owned.items():
+                row = self._not_as_before("host", host.group, request, slots)
+                if row is not None:
+                    self._check.fail(
+                        f"host block {slots[row]} does not hold any more what was swapped out "
+                        f"into it, row {row} of request {request}",
+                        group=host.group,
+                        block=slots[row],
+                        request=request,
+                        tier="host",
+                    )
+                    return
 
     def _let_go(self, tier: Tier, group: int) -> None:
         """Nobody's bytes are in what lost its last holder."""
@@ -90,6 +151,7 @@ class Bytes:
         tier.shadow.poison(tier.emptied, EVICTED)
 
     def slots_released(self, event: SlotsReleased) -> None:
+        self._away.pop((event.request, event.group), None)
         self._let_go(event.tier, event.group)
 
     def reopened(self, event: TierReopened) -> None:

@@ -19,6 +19,13 @@ def _engine() -> SubjectFactory:
     return EngineSubject
 
 
+def _engine_groups() -> SubjectFactory:
+    from kvproof.engine.engine import Engine
+    from kvproof.stateful_tests.subjects.engine import EngineSubject
+
+    return partial(EngineSubject, engine=partial(Engine, groups=2))
+
+
 def _vllm_manager() -> SubjectFactory:
     from kvproof.stateful_tests.subjects.vllm_manager import VllmManagerSubject, load_vllm
 
@@ -28,6 +35,7 @@ def _vllm_manager() -> SubjectFactory:
 
 _SUBJECTS: dict[str, Callable[[], SubjectFactory]] = {
     "engine": _engine,
+    "engine:groups": _engine_groups,
     "vllm:manager": _vllm_manager,
 }
 SUBJECT_NAMES = (*_SUBJECTS, "scheduler:POLICY", "eviction:POLICY")

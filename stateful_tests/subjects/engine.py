@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -141,15 +142,17 @@ class EngineSubject:
         engine: Callable[..., Engine] = Engine,
     ) -> None:
         self.configuration = configuration
+        engine = partial(engine, eviction=eviction)
         self.files = FaultyFiles()
         if configuration.disk_blocks:
             folder = _new_folder()
-            self.engine = engine(configuration, eviction=eviction, folder=folder, files=self.files)
+            self.engine = engine(configuration, folder=folder, files=self.files)
             finalize(self, _dispose, folder, self._tiers.files)
         else:
-            self.engine = engine(configuration, eviction=eviction)
+            self.engine = engine(configuration)
         configured = eviction in (None, EVICTION_ORDERS[configuration.device_eviction])
         self.semantics = Semantics(
+            groups=len(self.engine.pools),
             eviction_order="configured" if configured else "any",
             tiers=True,
             exports=SCHEDULER_METRICS,
@@ -363,7 +366,7 @@ class EngineSubject:
             return self._tiers.fail(transfer, cause)
         if transfer.kind != "demote":
             return self._tiers.fail(transfer, "error")
-        self.files.arm(cause)
+        self.files.arm(cause, operation.file)
         outcome = self._tiers.complete(transfer)
         self.files.disarm()
         return outcome
@@ -389,7 +392,7 @@ class EngineSubject:
         if not stored:
             return SKIPPED
         group, slot = stored[operation.block % len(stored)]
-        flip_byte(self._tiers.files[group], slot, operation.byte)
+        flip_byte(self._tiers.files[group], slot, operation.byte, operation.file)
         return Outcome("done", count=1)
 
     def _restart(self, operation: Restart) -> Outcome:

@@ -1,0 +1,187 @@
+"""The situations of a memory hierarchy that a run must meet; :mod:`kvproof.invariants.tier_goals`
+recognises them."""
+
+from __future__ import annotations
+
+SITUATIONS: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
+    ("store-completed", "a copy to the host completes", ("offload", "complete"), False),
+    ("promoted", "a copy from the host to the device completes", ("promote", "complete"), False),
+    ("demoted", "a copy to the disk completes", ("offload", "complete"), False),
+    ("fetched", "a copy from the disk to the host completes", ("promote", "complete"), False),
+    (
+        "hit-on-promoted-block",
+        "a prefix hit on a block that came from the host",
+        ("promote", "complete", "admit"),
+        False,
+    ),
+    (
+        "swap-out-in-flight",
+        "a request is preempted, and its blocks are still on their way to the host",
+        ("preempt",),
+        False,
+    ),
+    (
+        "loading",
+        "a request is resumed, and its blocks are still on their way back",
+        ("preempt", "resume"),
+        False,
+    ),
+    (
+        "preempted-while-stored",
+        "a request is preempted while a copy to the host reads its blocks",
+        ("offload", "preempt"),
+        False,
+    ),
+    (
+        "aborted-while-loading",
+        "a request is aborted while its blocks are on their way back",
+        ("preempt", "resume", "abort"),
+        False,
+    ),
+    (
+        "aborted-after-load",
+        "a request is aborted when its blocks are back, before a step uses them",
+        ("preempt", "resume", "complete", "abort"),
+        False,
+    ),
+    (
+        "hit-on-pending",
+        "an admission lacks a block that is on its way",
+        ("offload", "admit"),
+        False,
+    ),
+    (
+        "waited-for-pending",
+        "an admission is refused because its KV is on its way",
+        ("offload", "admit"),
+        False,
+    ),
+    ("retry-answered", "a look-up finds that the disk has not answered yet", ("slow",), False),
+    (
+        "store-source-hit",
+        "a prefix hit on a block that a copy to the host reads",
+        ("offload", "admit"),
+        False,
+    ),
+    (
+        "store-outlives-its-block",
+        "blocks are handed out while only a copy to the host holds one",
+        ("offload", "admit"),
+        False,
+    ),
+    (
+        "promotion-refused",
+        "a copy to the device is refused for want of blocks",
+        ("promote",),
+        False,
+    ),
+    ("store-refused", "a copy to the host is refused for want of blocks", ("offload",), False),
+    (
+        "fetch-refused",
+        "a copy from the disk is refused: the host has no block for it",
+        ("promote",),
+        True,
+    ),
+    ("demote-refused", "a copy to the disk is refused for want of blocks", ("offload",), True),
+    (
+        "swap-in-refused",
+        "a swapped request is not resumed for want of blocks",
+        ("preempt", "resume"),
+        False,
+    ),
+    (
+        "completed-out-of-order",
+        "a transfer completes before an older one",
+        ("complete",),
+        False,
+    ),
+    ("landed-in-part", "some blocks of a transfer have arrived", ("land",), False),
+    (
+        "failed-after-landing",
+        "a transfer fails when some of its blocks have arrived",
+        ("land", "fail"),
+        False,
+    ),
+    (
+        "cancelled-then-completed",
+        "a transfer that nobody wants any more completes",
+        ("cancel", "complete"),
+        False,
+    ),
+    (
+        "late-notice-while-slot-is-reused",
+        "a notice of a transfer that ended comes when another writes its slot",
+        ("notify", "offload"),
+        True,
+    ),
+    (
+        "host-evicted-under-pressure",
+        "a copy to the host evicts what was there",
+        ("offload",),
+        False,
+    ),
+    (
+        "evicts-past-pinned-slot",
+        "something is evicted on a lower tier beside a block that a transfer reads",
+        ("offload",),
+        True,
+    ),
+    (
+        "arc-ghost-hit",
+        "content comes back that ARC remembers to have evicted",
+        (),
+        True,
+    ),
+    ("short-write", "the disk writes less than it was given", ("fail",), False),
+    ("disk-full", "the disk says that it is full", ("fail",), False),
+    (
+        "corrupt-block-met",
+        "a damaged block is met as it is read from disk",
+        ("corrupt", "promote"),
+        True,
+    ),
+    (
+        "restart-with-a-cancelled-copy",
+        "the disk tier dies with a copy under way that nobody wants any more",
+        ("restart", "offload", "cancel"),
+        True,
+    ),
+    (
+        "damaged-entry-met",
+        "the disk tier comes back and finds an entry of its index damaged",
+        ("restart", "corrupt"),
+        True,
+    ),
+    (
+        "restart-with-a-store-in-flight",
+        "the disk tier dies while it writes",
+        ("restart", "offload"),
+        True,
+    ),
+    ("restart-finds-blocks", "the disk tier comes back with content", ("restart",), False),
+    (
+        "withheld-blocks-refuse",
+        "something is refused for want of blocks of which some are withheld",
+        ("withhold",),
+        False,
+    ),
+    (
+        "reset-refused-by-transfer",
+        "a reset is refused though no request is alive: a transfer is",
+        ("reset", "offload"),
+        True,
+    ),
+    (
+        "reset-refused-by-suspension",
+        "a reset is refused because the host has blocks of a suspended request, and only so",
+        ("reset", "preempt"),
+        True,
+    ),
+    (
+        "promotion-spares-its-prefix",
+        "cached blocks that a copy to the device extends would go for it, were they not spared",
+        ("promote",),
+        True,
+    ),
+)
+"""Identity, situation, what it needs beside tiers, and whether a short run may miss it."""
