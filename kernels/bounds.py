@@ -32,15 +32,7 @@ import torch
 
 from kvproof.kernels.attention.arguments import Attention, Features
 from kvproof.kernels.problem import Problem
-from kvproof.kernels.reference import (
-    Laid,
-    dense,
-    lay_out,
-    log_sum_exp,
-    masked_scores,
-    same_dtype,
-    weights,
-)
+from kvproof.kernels.reference import Laid, Solution, dense, nothing_seen, same_dtype, solve
 
 E32 = 2.0**-24
 SLACK = 2.0
@@ -57,23 +49,29 @@ def roundoff(dtype: torch.dtype) -> tuple[float, float]:
     return info.eps / 2, info.tiny * info.eps / 2
 
 
+def exact_and_bound(problem: Problem) -> tuple[Attention, Attention]:
+    """The float64 reference, and the bound of the module's text, per element of each."""
+    exact = nothing_seen(problem)
+    allowed = Attention(torch.zeros_like(exact.out), torch.zeros_like(exact.lse))
+    for solution in solve(problem):
+        rows = solution.laid.rows
+        exact.out[rows], exact.lse[rows] = solution.out, solution.lse
+        allowed.out[rows], allowed.lse[rows] = _bound_of(
+            solution, problem.features, problem.q.dtype
+        )
+    return exact, allowed
+
+
 def bound(problem: Problem) -> Attention:
-    """The bound of the module's text, per element of ``out`` and of ``lse``, float64."""
-    rows = problem.q.shape[:2]
-    out = problem.q.new_zeros((*rows, problem.v_cache.shape[3]), dtype=torch.float64)
-    lse = problem.q.new_zeros(rows, dtype=torch.float64)
-    for laid in lay_out(problem, torch.float64):
-        out[laid.rows], lse[laid.rows] = _bound_of(laid, problem.features, problem.q.dtype)
-    return Attention(out, lse)
+    """The bound alone, float64."""
+    return exact_and_bound(problem)[1]
 
 
 def _bound_of(
-    laid: Laid, features: Features, dtype: torch.dtype
+    solution: Solution, features: Features, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     u, eta = roundoff(dtype)
-    scores = masked_scores(laid, features)
-    lse = log_sum_exp(scores, features)
-    p = weights(scores, lse)
+    laid, p = solution.laid, solution.weights
     delta = score_error(laid, features)
     total_delta = (p * delta).sum(2)
     sums = E32 * (4 + laid.visible.sum(1).double().sqrt())[:, None]
@@ -82,8 +80,8 @@ def _bound_of(
     # A subnormal weight is off by eta relative to the largest, the one that has become 1.
     rounded = torch.where(p > 0, torch.maximum(u * p, eta * _peak(p)), 0.0)
     weighted = torch.einsum("nhl,lhd->nhd", relative + rounded, laid.v.abs())
-    exact = torch.einsum("nhl,lhd->nhd", p, laid.v)
-    return u * exact.abs() + eta + weighted, total_delta + sums + 4 * E32 * _finite(lse).abs()
+    lse = total_delta + sums + 4 * E32 * _finite(solution.lse).abs()
+    return u * solution.out.abs() + eta + weighted, lse
 
 
 def score_error(laid: Laid, features: Features) -> torch.Tensor:
@@ -126,7 +124,7 @@ def hold_to_bound(problem: Problem, result: Attention) -> Tightness:
     Raises:
         OutOfBound: it is more, with the worst element, its sequence and both values.
     """
-    exact, allowed = dense(problem), bound(problem)
+    exact, allowed = exact_and_bound(problem)
     return Tightness(
         _share(problem, "out", result.out, exact.out, allowed.out),
         _share(problem, "lse", result.lse, exact.lse, allowed.lse),

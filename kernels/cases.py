@@ -12,6 +12,7 @@ same for the same case.  What it builds is as unkind as the contract allows:
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Sequence
@@ -330,6 +331,35 @@ LONGEST = 40
 """Keys: two tiles of 16 and a half, which crosses every kind of edge."""
 
 
+ANYTHING = st.fixed_dictionaries(
+    {
+        "scaling": st.sampled_from(["one", "number", "per head"]),
+        "layout": st.sampled_from(LAYOUTS),
+        "needle": st.sampled_from(NEEDLES),
+        "shared_prefix": st.booleans(),
+        "spare_entries": st.integers(0, 3),
+        "long_ids": st.booleans(),
+        "tile_rows": st.sampled_from([16, 32]),
+        "seed": st.integers(0, 2**16),
+    }
+)
+"""What any kernel may meet, whatever else there is."""
+WITH_SCORES = st.fixed_dictionaries(
+    {
+        "softcap": st.sampled_from([0.0, 0.0, 1.0, 5.0, 30.0]),
+        "sinks": st.booleans(),
+        "alibi": st.booleans(),
+    }
+)
+WINDOWS = st.sampled_from([0, 0, 1, 2, 7, 15, 16, 17, 33, 100])
+HEADS = st.sampled_from([(1, 1), (1, 4), (2, 2), (2, 1), (1, 5), (1, 8), (3, 3)])
+"""KV heads, and query heads to each."""
+TILES_OF_KEYS = st.sampled_from([16, 32])
+SPLITS = st.integers(0, 2)
+# A strategy made anew for each case would cost more than what it draws.
+sampled = functools.cache(st.sampled_from)
+
+
 @st.composite
 def cases(
     draw: st.DrawFn,
@@ -339,70 +369,75 @@ def cases(
     small: bool = False,
 ) -> Case:
     """A case with all features drawn together; ``small`` keeps to sizes that run fast."""
-    kind = draw(st.sampled_from(list(kinds)))
-    dtype = draw(st.sampled_from(list(dtypes)))
-    caches = [dtype, "e4m3", "e5m2"] if quantised else [dtype]
-    block_size = draw(st.sampled_from(BLOCK_SIZES[:5] if small else BLOCK_SIZES))
-    window = 0 if kind == "mla" else draw(st.sampled_from([0, 0, 1, 2, 7, 15, 16, 17, 33, 100]))
-    tile_keys = draw(st.sampled_from([16, 32]))
-    split_size = 0 if kind == "unified" else tile_keys * draw(st.integers(0, 2))
-    edges = sorted({block_size, window, tile_keys, split_size, 16, LONGEST})
-    lengths, queries = draw(_tokens(kind, edges))
-    heads = draw(st.sampled_from([(1, 1), (1, 4), (2, 2), (2, 1), (1, 5), (1, 8), (3, 3)]))
-    head_size, value_size = draw(_head_sizes(kind, small))
+    kind = draw(sampled(tuple(kinds)))
     plain = kind == "mla"
+    dtype = draw(sampled(tuple(dtypes)))
+    block_size = draw(sampled(BLOCK_SIZES[:5] if small else BLOCK_SIZES))
+    window = 0 if plain else draw(WINDOWS)
+    tile_keys = draw(TILES_OF_KEYS)
+    split_size = 0 if kind == "unified" else tile_keys * draw(SPLITS)
+    edges = sorted({block_size, window, tile_keys, split_size, 16, LONGEST})
+    lengths, queries = draw(_tokens(kind, tuple(edges)))
+    kv_heads, group = draw(HEADS)
+    head_size, value_size = draw(_head_sizes(kind, small))
     return Case(
         kind=kind,
         dtype=dtype,
-        cache_dtype=draw(st.sampled_from(caches)),
-        kv_heads=1 if plain else heads[0],
-        group=heads[0] * heads[1] if plain else heads[1],
+        cache_dtype=draw(sampled((dtype, "e4m3", "e5m2") if quantised else (dtype,))),
+        kv_heads=1 if plain else kv_heads,
+        group=kv_heads * group if plain else group,
         head_size=head_size,
         value_size=value_size,
         block_size=block_size,
         lengths=lengths,
         queries=queries,
         window=window,
-        softcap=0.0 if plain else draw(st.sampled_from([0.0, 0.0, 1.0, 5.0, 30.0])),
-        sinks=not plain and draw(st.booleans()),
-        alibi=not plain and draw(st.booleans()),
-        scaling=draw(st.sampled_from(["one", "number", "per head"])),
-        layout=draw(st.sampled_from(LAYOUTS)),
-        needle=draw(st.sampled_from(NEEDLES)),
-        shared_prefix=draw(st.booleans()),
-        spare_entries=draw(st.integers(0, 3)),
-        long_ids=draw(st.booleans()),
         split_size=split_size,
-        tile_rows=draw(st.sampled_from([16, 32])),
         tile_keys=tile_keys,
-        seed=draw(st.integers(0, 2**16)),
+        **({} if plain else draw(WITH_SCORES)),
+        **draw(ANYTHING),
     )
+
+
+@functools.cache
+def _lengths(edges: tuple[int, ...], longest: int) -> st.SearchStrategy[list[int]]:
+    """Keys of one to three sequences, often one more or less than an edge."""
+    near = st.builds(lambda edge, step: edge + step, st.sampled_from(edges), st.integers(-1, 1))
+    length = st.one_of(st.integers(0, longest), near.map(lambda n: min(max(0, n), longest)))
+    return st.lists(length, min_size=1, max_size=3)
+
+
+@functools.cache
+def _queries(length: int) -> st.SearchStrategy[int]:
+    """How many of the last tokens of a sequence attend: a few, one, or all."""
+    return st.one_of(st.integers(0, min(8, length)), st.just(min(1, length)), st.just(length))
 
 
 @st.composite
 def _tokens(
-    draw: st.DrawFn, kind: Kind, edges: Sequence[int], longest: int = LONGEST
+    draw: st.DrawFn, kind: Kind, edges: tuple[int, ...], longest: int = LONGEST
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Keys and queries of one to three sequences, often one more or less than an edge."""
-    near = st.builds(lambda edge, step: edge + step, st.sampled_from(edges), st.integers(-1, 1))
-    length = st.one_of(st.integers(0, longest), near.map(lambda n: min(max(0, n), longest)))
-    lengths = tuple(draw(st.lists(length, min_size=1, max_size=3)))
+    """Keys and queries of one to three sequences."""
+    lengths = tuple(draw(_lengths(edges, longest)))
     if kind != "unified":
         return lengths, (1,) * len(lengths)
-    queries = tuple(
-        min(n, draw(st.one_of(st.integers(0, 8), st.just(1), st.just(n)))) for n in lengths
-    )
-    return lengths, queries
+    return lengths, tuple(draw(_queries(length)) for length in lengths)
 
 
 @st.composite
 def _head_sizes(draw: st.DrawFn, kind: Kind, small: bool) -> tuple[int, int]:
     if kind == "mla":
-        latent, rotary = draw(st.sampled_from(LATENTS[:2] if small else LATENTS))
+        latent, rotary = draw(sampled(LATENTS[:2] if small else LATENTS))
         return latent + rotary, latent
-    sizes = st.sampled_from(HEAD_SIZES[:3] if small else HEAD_SIZES)
+    sizes = sampled(HEAD_SIZES[:3] if small else HEAD_SIZES)
     head_size = draw(sizes)
-    return head_size, draw(st.one_of(st.just(head_size), sizes))
+    return head_size, draw(_value_sizes(head_size, small))
+
+
+@functools.cache
+def _value_sizes(head_size: int, small: bool) -> st.SearchStrategy[int]:
+    """The head size of V: mostly that of K."""
+    return st.one_of(st.just(head_size), sampled(HEAD_SIZES[:3] if small else HEAD_SIZES))
 
 
 # On a GPU every combination of features, sizes and layout is a kernel to be compiled first.
@@ -455,7 +490,7 @@ def compiled_cases(draw: st.DrawFn, kind: Kind, count: int = FAMILIES_PER_KIND) 
     base = draw(st.sampled_from(families(kind, count)))
     window = base.window and draw(st.sampled_from([1, 15, 16, 17, 33, 128, 1000]))
     edges = sorted({base.block_size, window, base.tile_keys, base.split_size, 64, LONGEST_COMPILED})
-    lengths, queries = draw(_tokens(kind, edges, LONGEST_COMPILED))
+    lengths, queries = draw(_tokens(kind, tuple(edges), LONGEST_COMPILED))
     return replace(
         base,
         lengths=lengths,

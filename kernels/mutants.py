@@ -18,16 +18,22 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module, invalidate_caches
 from pathlib import Path
 from types import ModuleType
+from typing import Literal, TypeAlias
 
 FOLDER = Path(__file__).parent
 COPIED = ("problem", "cache")
 """Modules that are copied beside the folder ``attention``: those that import the kernels."""
+
+
+TriedOn: TypeAlias = Literal["decode", "unified", "mla", "cache"]
+"""A kind of problem, or what moves keys and values."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class Mutant:
     id: str
     module: str
     function: str
-    kinds: tuple[str, ...]
+    kinds: tuple[TriedOn, ...]
     pieces: tuple[tuple[str, str], ...]
     caught_by: frozenset[str]
     source: str
@@ -108,7 +114,7 @@ def _write_copy(folder: Path, package: str, mutant: Mutant | None) -> None:
     (folder / "__init__.py").touch()
 
 
-KERNELS: dict[str, tuple[str, tuple[str, ...]]] = {
+KERNELS: dict[str, tuple[str, tuple[TriedOn, ...]]] = {
     "decode_kernel": ("attention/decode", ("decode",)),
     "merge_kernel": ("attention/decode", ("decode",)),
     "unified_kernel": ("attention/unified", ("unified",)),
@@ -543,16 +549,57 @@ MUTANTS: tuple[Mutant, ...] = (
         "every target gets the first source",
     ),
 )
-"""Every mutant; a test asserts that ``caught_by`` is what catches it."""
+"""Every mutant; a test asserts that each of ``caught_by`` catches it."""
 
 
-CHECKS = ("value", "poison", "sanitizer", "reads", "laws")
+CHECKS: dict[str, str] = {
+    "value": "the result within the derived bound of float64, all memory finite, as a usual test "
+    "has it",
+    "poison": "the same with NaN in every slot that may not be read, in result and workspace, and "
+    'in masked-off lanes without `other=`; marked only where "value" is not',
+    "sanitizer": "an access that may not be ([sanitizer.md](sanitizer.md))",
+    "reads": "a visible key or value is read more or less often than once by each program that "
+    "needs it",
+    "laws": "a bitwise law, such as that a sequence alone gives what it gives in a batch",
+}
+
+PAGE = """\
+# Faults planted in the kernels
+
+{count} faults, each a replacement of exact text in the source of a kernel (`kernels/mutants.py`),
+and the checks that catch it in the interpreter, without a GPU. `tests/kernels/test_mutants.py`
+plants each one. This page is what `python -m kvproof.kernels.mutation_checks` found, which runs
+every check on every fault (some minutes) and fails where the list in the source says otherwise.
+
+{checks}
+
+{silent_count} of them give right values: {silent}.
+On a GPU these work until the memory that they touch is another's, is unmapped, or holds a NaN.
+
+{mutants}
+
+Numbers with a B are bugs of public projects in the catalogue that the project was built from; each
+names the issue or pull request.
+"""
 
 
-def table() -> str:
-    """The mutants and what catches them, as Markdown: ``docs/mutants.md``."""
-    lines = [f"| mutant | {' | '.join(CHECKS)} | modelled on |", "|---" * (len(CHECKS) + 2) + "|"]
+def page(found: Mapping[str, AbstractSet[str]]) -> str:
+    """``docs/mutants.md``: the mutants and the checks that were ``found`` to catch each, by id."""
+    silent = [f"`{mutant.id}`" for mutant in MUTANTS if "value" not in found[mutant.id]]
+    checks = [("check", "what it is"), *CHECKS.items()]
+    mutants = [("mutant", *CHECKS, "modelled on")]
     for mutant in MUTANTS:
-        marks = " | ".join("x" if check in mutant.caught_by else " " for check in CHECKS)
-        lines.append(f"| {mutant.id} | {marks} | {mutant.source} |")
-    return "\n".join(lines)
+        marks = ("x" if check in found[mutant.id] else " " for check in CHECKS)
+        mutants.append((mutant.id, *marks, mutant.source))
+    return PAGE.format(
+        count=len(MUTANTS),
+        checks=_markdown(checks),
+        silent_count=len(silent),
+        silent=", ".join(silent),
+        mutants=_markdown(mutants),
+    )
+
+
+def _markdown(rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])

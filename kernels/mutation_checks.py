@@ -6,11 +6,12 @@ theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import ModuleType
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -19,7 +20,7 @@ from kvproof.kernels.attention.mla import as_value_cache
 from kvproof.kernels.bounds import OutOfBound, hold_to_bound
 from kvproof.kernels.cases import Case, build
 from kvproof.kernels.laws import LAWS, Law, LawBroken
-from kvproof.kernels.mutants import CHECKS, Planted
+from kvproof.kernels.mutants import CHECKS, MUTANTS, Mutant, Planted, TriedOn, page, planted
 from kvproof.kernels.problem import Kind, Problem, poisoned_result, poisoned_workspace
 from kvproof.kernels.sanitizer import Region, Sanitizer, output, reads, sanitize, updates
 from kvproof.kernels.watched import (
@@ -154,9 +155,21 @@ STRONG_LAWS = ("alone", "block-size", "chunks", "one-kv-head")
 """Tried first, for they catch the most."""
 
 
-def catch(
-    planted: Planted, kind: Kind | Literal["cache"], until: frozenset[str] = ALL_CHECKS
+def verdicts_on(
+    mutant: Mutant | None, kinds: Iterable[TriedOn], until: frozenset[str] = ALL_CHECKS
 ) -> Verdicts:
+    """What catches ``mutant``, or, for None, the kernels as they are, on any kind of problem."""
+    found: Verdicts = {}
+    with planted(mutant) as modules:
+        for kind in kinds:
+            if not until <= found.keys():
+                found = {**catch(modules, kind, until), **found}
+    if "value" in found:  # poison counts where finite memory shows nothing
+        found.pop("poison", None)
+    return found
+
+
+def catch(planted: Planted, kind: TriedOn, until: frozenset[str] = ALL_CHECKS) -> Verdicts:
     """Run the checks for a kind of problem on kernels with a fault; empty where all pass.
 
     Stops when every check of ``until`` has caught something.
@@ -167,12 +180,10 @@ def catch(
             found.setdefault(check, complaint)
         if until <= found.keys():
             break
-    if "value" in found:  # poison counts where finite memory shows nothing
-        found.pop("poison", None)
     return found
 
 
-def _runs(planted: Planted, kind: Kind | Literal["cache"]) -> Iterator[Verdicts]:
+def _runs(planted: Planted, kind: TriedOn) -> Iterator[Verdicts]:
     if kind == "cache":
         for judge_cache in (judge_write, judge_copy, judge_offload, judge_far_write):
             yield judge_cache(planted.cache)
@@ -394,3 +405,25 @@ def _note_unequal(found: Verdicts, got: torch.Tensor, expected: torch.Tensor) ->
         found.setdefault(
             "value", f"{list(index)} is {float(got[index])}, not {float(expected[index])}"
         )
+
+
+KINDS_TRIED: tuple[TriedOn, ...] = (*CASES, "cache")
+
+
+def main() -> int:
+    """Run every check on every mutant and print ``docs/mutants.md``; 1 if the list is wrong."""
+    sound = [kind for kind in KINDS_TRIED if verdicts_on(None, (kind,))]
+    found: dict[str, frozenset[str]] = {}
+    for mutant in MUTANTS:
+        found[mutant.id] = frozenset(verdicts_on(mutant, mutant.kinds))
+        if found[mutant.id] != mutant.caught_by:
+            told = f"{sorted(found[mutant.id])}, not {sorted(mutant.caught_by)}"
+            print(f"{mutant.id} is caught by {told}", file=sys.stderr)
+    if sound:
+        print(f"caught without a fault: {', '.join(sound)}", file=sys.stderr)
+    print(page(found), end="")
+    return int(bool(sound) or any(found[m.id] != m.caught_by for m in MUTANTS))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

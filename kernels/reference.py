@@ -101,17 +101,42 @@ def weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     return torch.exp(scores - torch.where(lse.isneginf(), 0.0, lse)[..., None])
 
 
-def dense(problem: Problem) -> Attention:
-    """Float64 attention: ``out`` ``[T, H, DV]`` and ``lse`` ``[T, H]``."""
-    rows = problem.q.shape[:2]
-    out = problem.q.new_zeros((*rows, problem.v_cache.shape[3]), dtype=torch.float64)
-    lse = problem.q.new_full(rows, -torch.inf, dtype=torch.float64)
+@dataclass(frozen=True)
+class Solution:
+    """Exact attention of one sequence, with what it came from."""
+
+    laid: Laid
+    lse: torch.Tensor
+    """``[n, H]``"""
+    weights: torch.Tensor
+    """``[n, H, L]``"""
+    out: torch.Tensor
+    """``[n, H, DV]``"""
+
+
+def solve(problem: Problem) -> Iterator[Solution]:
+    """Float64 attention, sequence by sequence."""
     for laid in lay_out(problem, torch.float64):
         scores = masked_scores(laid, problem.features)
-        sums = log_sum_exp(scores, problem.features)
-        out[laid.rows] = torch.einsum("nhl,lhd->nhd", weights(scores, sums), laid.v)
-        lse[laid.rows] = sums
-    return Attention(out, lse)
+        lse = log_sum_exp(scores, problem.features)
+        p = weights(scores, lse)
+        yield Solution(laid, lse, p, torch.einsum("nhl,lhd->nhd", p, laid.v))
+
+
+def nothing_seen(problem: Problem) -> Attention:
+    """What queries get that see no key, float64, to write the others' results into."""
+    rows = problem.q.shape[:2]
+    out = problem.q.new_zeros((*rows, problem.v_cache.shape[3]), dtype=torch.float64)
+    return Attention(out, problem.q.new_full(rows, -torch.inf, dtype=torch.float64))
+
+
+def dense(problem: Problem) -> Attention:
+    """Float64 attention: ``out`` ``[T, H, DV]`` and ``lse`` ``[T, H]``."""
+    result = nothing_seen(problem)
+    for solution in solve(problem):
+        rows = solution.laid.rows
+        result.out[rows], result.lse[rows] = solution.out, solution.lse
+    return result
 
 
 def same_dtype(problem: Problem) -> torch.Tensor:

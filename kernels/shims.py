@@ -16,8 +16,10 @@ import torch
 import triton
 import triton.language as tl
 from numpy.typing import NDArray
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as ti
 
+from kvproof.kernels import speed
 from kvproof.kernels.interpreter import InterpreterError
 
 Array = NDArray[Any]
@@ -219,63 +221,10 @@ def _index() -> None:
     ti._patch_lang_tensor = patched
 
 
-class _Speed:
-    """Patches the language once per launch and module; restores it when the launch ends.
-
-    Triton patches it at each call of a helper (210 µs for a ``tl.max``), and leaves it patched.
-    It also makes a dictionary of all types each time it looks one up: those are remembered.
-    """
-
-    def __init__(self) -> None:
-        look_up, known = ti._get_np_dtype, {}
-
-        def numpy_type(kind: Any) -> Any:
-            name = kind.name
-            if name not in known:
-                known[name] = look_up(kind)
-            return known[name]
-
-        ti._get_np_dtype = numpy_type
-        self.patch, self.launch = ti._patch_lang, ti.GridExecutor.__call__
-        self.depth = 0
-        self.modules: set[int] = set()
-        self.scopes: list[Any] = []
-        speed = self
-
-        def patch_lang(function: Any) -> Any:
-            return speed.patch_once(function)
-
-        def launch(executor: Any, *arguments: Any, **named: Any) -> Any:
-            return speed.run(executor, *arguments, **named)
-
-        ti._patch_lang, ti.GridExecutor.__call__ = patch_lang, launch
-
-    def patch_once(self, function: Any) -> Any:
-        module = id(function.__globals__)
-        if not self.depth:
-            return self.patch(function)
-        if module not in self.modules:
-            self.modules.add(module)
-            self.scopes.append(self.patch(function))
-        return ti._LangPatchScope()
-
-    def run(self, executor: Any, *arguments: Any, **named: Any) -> Any:
-        self.depth += 1
-        try:
-            # A GPU does not warn of exp2 that overflows or of a NaN; neither may numpy, since a
-            # test run that turns warnings into errors would stop in the middle of a kernel.
-            with np.errstate(all="ignore"):
-                return self.launch(executor, *arguments, **named)
-        finally:
-            self.depth -= 1
-            if not self.depth:
-                while self.scopes:
-                    self.scopes.pop().restore()
-                self.modules.clear()
-
-
 PARTS: tuple[tuple[object, str], ...] = (
-    (ti, "_patch_lang _patch_lang_tensor _LangPatchScope _get_np_dtype interpreter_builder"),
+    (ti, "_patch_lang _patch_lang_tensor _patch_attr _LangPatchScope"),
+    (ti, "_get_np_dtype interpreter_builder"),
+    (TritonSemantic, "broadcast_impl_value"),
     (ti.ReduceOps, "sum min_max"),
     (ti.InterpreterBuilder, "cast_impl create_fp_to_fp unary_op binary_op create_fma create_dot"),
     (ti.InterpreterBuilder, "create_maxnumf create_minnumf create_assert"),
@@ -307,7 +256,7 @@ def install() -> None:
     _require()
     _numerics(ti.InterpreterBuilder, ti.ReduceOps)
     _index()
-    _Speed()
+    speed.install()
     _set_options(sanitize_overflow=False)
     _installed = True
 

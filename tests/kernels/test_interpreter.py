@@ -357,11 +357,82 @@ def test_no_warning_leaves_a_kernel() -> None:
     assert low.isnan().all()
 
 
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
     )
+
+
+LANGUAGE = """
+import os, sys
+os.environ["TRITON_INTERPRET"] = "1"
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter as ti
+if sys.argv[1:]:
+    from kvproof.kernels.interpreter import use_interpreter
+    use_interpreter()
+constexpr, tensor, pointer = tl.constexpr, tl.core.tensor, tl.pointer_type(tl.float16)
+scalars = tl.int1, tl.int32, tl.int64, tl.float8e5, tl.bfloat16, tl.float32, pointer
+shapes = [1], [16], [constexpr(16), 4], tl.core.tuple([2, 8]), [1, 1, 64]
+kinds = [tl.block_type(scalar, shape) for scalar in scalars for shape in [*shapes, *shapes]]
+for kind in [*scalars, *kinds]:
+    made = tensor(None, kind)
+    print(kind, repr(kind), kind.name, kind.mangle(), made.shape, made.shape.type, made.numel)
+    print(made.dtype, made.type, kind.is_block() and (kind.shape, kind.shape[0], kind.numel))
+print([[one == other for other in kinds + [*scalars, "fp32", 1]] for one in [*kinds, *scalars]])
+unwrap = tl.core._unwrap_if_constexpr
+values = 1, 2.0, True, constexpr(3), [constexpr(4), 5], (constexpr(6), 7), tl.int8, None
+print([unwrap(value) for value in values])
+for refused in ([3], [0.5], [], [1 << 30], [16.0], (16,), [constexpr(16.0)], 16):
+    for _ in range(2):
+        try: print(tl.block_type(tl.int32, refused))
+        except Exception as error: print(type(error).__name__, error)
+semantic = TritonSemantic(ti.interpreter_builder)
+filled = [semantic.full(shape, 1, tl.int32) for shape in ([1, 4], [2, 1], [2, 4], [2, 4], [4, 1])]
+for left in filled:
+    for right in filled:
+        try: print([str(t.type) for t in semantic.broadcast_impl_value(left, right)])
+        except ValueError as error: print(error)
+"""
+
+
+def test_the_language_is_what_it_is_without_the_shims() -> None:
+    """What the speed shim remembers is what Triton would make anew: every type, shape, refusal."""
+    plain, shimmed = run_python(LANGUAGE), run_python(LANGUAGE, "shimmed")
+    assert plain.returncode == shimmed.returncode == 0, plain.stderr + shimmed.stderr
+    assert plain.stdout == shimmed.stdout
+    assert len(plain.stdout.splitlines()) > 150
+    assert "must be a power of 2" in plain.stdout
+
+
+@triton.jit
+def doubled(x):
+    return tl.math.exp2(x) * 2 + tl.sum(x) * 0
+
+
+@triton.jit
+def helper_kernel(source, target, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(target + at, doubled(tl.load(source + at)))
+
+
+def test_every_launch_finds_the_language_patched_and_leaves_it_plain() -> None:
+    """In whichever order kernels are launched, and functions of other modules called."""
+    source = torch.arange(4.0)
+    plain = {name: getattr(tl, name) for name in dir(tl)} | {"tensor.to": tl.core.tensor.to}
+    for _ in range(3):
+        target, count = torch.empty(4), torch.zeros(1, dtype=torch.int32)
+        helper_kernel[(2,)](source, target, 4)
+        assert target.tolist() == [2.0, 4.0, 8.0, 16.0]
+        loop_kernel[(1,)](torch.tensor([3], dtype=torch.int32), count)
+        assert count.item() == 3
+        assert plain == {n: getattr(tl, n) for n in dir(tl)} | {"tensor.to": tl.core.tensor.to}
 
 
 def test_too_late_is_said() -> None:

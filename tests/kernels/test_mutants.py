@@ -6,6 +6,7 @@ Without a GPU: what a mutant gets wrong is seen in the interpreter.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from kvproof.kernels.interpreter import is_interpreting
 if not is_interpreting():
     pytest.skip("with a GPU the kernels are compiled", allow_module_level=True)
 
+from kvproof.kernels import mutants, mutation_checks
 from kvproof.kernels.cases import build
 from kvproof.kernels.mutants import (
     FOLDER,
@@ -24,44 +26,43 @@ from kvproof.kernels.mutants import (
     MUTANTS,
     Mutant,
     StaleMutant,
+    TriedOn,
     mutated,
+    page,
     planted,
-    table,
 )
 from kvproof.kernels.mutation_checks import (
     ALL_CHECKS,
     CASES,
+    KINDS_TRIED,
     LAW_CASES,
     LOOP_BOUNDS,
-    Verdicts,
-    catch,
     guarded,
+    verdicts_on,
 )
 
 IDS = [mutant.id for mutant in MUTANTS]
 
 
-def verdicts(mutant: Mutant | None, kinds: tuple[str, ...], until: frozenset[str]) -> Verdicts:
-    """What catches the mutant on any of the kinds of problem."""
-    found: Verdicts = {}
-    with planted(mutant) as modules:
-        for kind in kinds:
-            if not until <= found.keys():
-                found = {**catch(modules, kind, until), **found}
-    return found
-
-
 @pytest.mark.parametrize("mutant", MUTANTS, ids=IDS)
 def test_a_mutant_is_caught_by_the_checks_that_it_names(mutant: Mutant) -> None:
-    found = verdicts(mutant, mutant.kinds, mutant.caught_by)
+    """All of them are caught, for each names one at least."""
+    found = verdicts_on(mutant, mutant.kinds, mutant.caught_by)
+    assert found
     assert found.keys() >= mutant.caught_by, found
 
 
 def test_a_mutant_names_every_check_that_catches_it() -> None:
-    """On the kind of problem that is quickly tried in full."""
+    """On what is quickly tried in full; the command of ``mutation_checks`` tries the rest."""
     for mutant in MUTANTS:
         if mutant.kinds == ("cache",):
-            assert verdicts(mutant, mutant.kinds, ALL_CHECKS).keys() == mutant.caught_by, mutant.id
+            assert verdicts_on(mutant, mutant.kinds).keys() == mutant.caught_by, mutant.id
+
+
+@pytest.mark.parametrize("kind", KINDS_TRIED)
+def test_nothing_is_said_about_the_sound_kernels(kind: TriedOn) -> None:
+    """The same checks, every one of them, on kernels without a fault."""
+    assert verdicts_on(None, (kind,)) == {}
 
 
 @triton.jit
@@ -82,11 +83,6 @@ def test_a_wild_store_does_not_reach_what_loops_go_by(name: str) -> None:
     assert other.item() == 7
 
 
-@pytest.mark.parametrize("kind", [*CASES, "cache"])
-def test_nothing_is_said_about_the_sound_kernels(kind: str) -> None:
-    assert verdicts(None, (kind,), ALL_CHECKS) == {}
-
-
 def test_there_are_enough_and_each_check_is_needed() -> None:
     """24 were asked for.  What the value test alone would miss is what the others are for."""
     assert len(MUTANTS) >= 24
@@ -99,9 +95,26 @@ def test_there_are_enough_and_each_check_is_needed() -> None:
     assert frozenset(("sanitizer",)) in missed_by_value
 
 
-def test_the_table_in_the_documentation_is_this_one() -> None:
+def test_the_documentation_is_the_page_that_is_generated() -> None:
     documented = (Path(__file__).parents[2] / "docs" / "mutants.md").read_text(encoding="utf-8")
-    assert table() in documented
+    assert page({mutant.id: mutant.caught_by for mutant in MUTANTS}) == documented
+
+
+def test_the_page_is_what_was_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command goes by what catches a mutant, not by what the list says."""
+    copies = [m for m in MUTANTS if m.function == "copy_kernel"]
+    wrong = [replace(copies[0], caught_by=frozenset(("laws",))), *copies[1:]]
+    for module in (mutants, mutation_checks):
+        monkeypatch.setattr(module, "MUTANTS", wrong)
+    monkeypatch.setattr(mutation_checks, "KINDS_TRIED", ("cache",))
+    assert mutation_checks.main() == 1
+    printed, complaint = capsys.readouterr()
+    assert printed == page({m.id: m.caught_by for m in copies})
+    assert complaint == f"{copies[0].id} is caught by ['value'], not ['laws']\n"
+    monkeypatch.setattr(mutation_checks, "MUTANTS", copies)
+    assert mutation_checks.main() == 0
 
 
 def test_every_kernel_has_mutants() -> None:
