@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -15,7 +15,7 @@ from kvproof.invariants.checker import CheckerError
 from kvproof.invariants.operations import AnyOperation, kind_of
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Violation, counted, primary
-from kvproof.stateful_tests.harnesses import harness_for
+from kvproof.stateful_tests.harnesses import AnyHarness, harness_for
 from kvproof.stateful_tests.subjects import SubjectFactory, subject_factory
 from kvproof.stateful_tests.totals import Totals
 
@@ -31,6 +31,17 @@ class Found(Struct, frozen=True):
     case: Case
     violation: Violation
     """The most telling one at the first bad operation."""
+
+
+Failure = tuple[list[AnyOperation], Violation]
+"""The operations up to the first bad one, and what it violates."""
+Performer = Callable[[AnyHarness, Sequence[AnyOperation]], object]
+"""Performs operations, up to the first violation, and audits."""
+
+
+def perform_run(harness: AnyHarness, operations: Sequence[AnyOperation]) -> None:
+    """What the loop does of itself."""
+    harness.run(operations)
 
 
 def search(
@@ -51,22 +62,12 @@ def search(
     started = time.perf_counter()
     with installed(fault):
         for number, draw in enumerate(_draws(factory, seed, runs_max)):
-            found = _run(factory, draw, totals)
-            if found is None and number % DONE_TWICE_EVERY == 0:
-                found = _done_twice(factory, draw)
+            failure = run_once(factory, draw, totals)
+            if failure is None and number % DONE_TWICE_EVERY == 0:
+                failure = done_twice(factory, draw)
             totals.seconds = time.perf_counter() - started
-            if found is not None:
-                operations, violation = found
-                case = Case(
-                    subject,
-                    draw.configuration,
-                    operations,
-                    features=draw.features,
-                    seed=draw.seed,
-                    fault=fault,
-                    violates=violation.property,
-                )
-                return Found(case, violation)
+            if failure is not None:
+                return found(subject, draw, failure, fault)
             if on_run is not None:
                 on_run(totals)
             if totals.seconds >= seconds:
@@ -74,7 +75,22 @@ def search(
     return None
 
 
-def _done_twice(factory: SubjectFactory, draw: Draw) -> tuple[list[AnyOperation], Violation] | None:
+def found(subject: str, draw: Draw, failure: Failure, fault: str | None) -> Found:
+    """The failing run of a draw, as a case."""
+    operations, violation = failure
+    case = Case(
+        subject,
+        draw.configuration,
+        operations,
+        features=draw.features,
+        seed=draw.seed,
+        fault=fault,
+        violates=violation.property,
+    )
+    return Found(case, violation)
+
+
+def done_twice(factory: SubjectFactory, draw: Draw) -> Failure | None:
     """Do the same operations in two fresh subjects: the answers and events must be the same."""
     pair = [
         harness_for(factory(draw.configuration), audit_interval=NEVER) for _ in ("first", "second")
@@ -98,21 +114,27 @@ def _done_twice(factory: SubjectFactory, draw: Draw) -> tuple[list[AnyOperation]
 
 
 def _draws(factory: SubjectFactory, seed: str, runs_max: int | None) -> Iterator[Draw]:
-    subject = factory(Configuration())
-    capabilities = subject.capabilities | subject.semantics.features()
+    able = abilities(factory)
     number = 0
     while runs_max is None or number < runs_max:
-        yield draw_run(f"{seed}/{number}", capabilities)
+        yield draw_run(f"{seed}/{number}", able)
         number += 1
 
 
-def _run(
-    factory: SubjectFactory, draw: Draw, totals: Totals
-) -> tuple[list[AnyOperation], Violation] | None:
+def abilities(factory: SubjectFactory) -> frozenset[str]:
+    """What ``draw_run`` has to know of a subject."""
+    subject = factory(Configuration())
+    return subject.capabilities | subject.semantics.features()
+
+
+def run_once(
+    factory: SubjectFactory, draw: Draw, totals: Totals, perform: Performer = perform_run
+) -> Failure | None:
+    """Do one drawn run in a fresh subject, and drain it; what fails, if anything."""
     harness = harness_for(factory(draw.configuration))
     operations = list(draw.operations)
     try:
-        harness.run(draw.operations)
+        perform(harness, draw.operations)
         if not harness.violations:
             harness.drain(operations)
             harness.audit()
@@ -132,13 +154,13 @@ def _before_it_stumbled(
     operations: list[AnyOperation],
     error: CheckerError,
     totals: Totals,
-) -> tuple[list[AnyOperation], Violation] | None:
+) -> Failure | None:
     """A subject that is broken may make a checker stumble before a violation is settled.
 
     With an audit at each operation it is seen first; otherwise the verdict is unknown.
     """
-    found = first_violation(factory, draw.configuration, operations)
-    if found is None:
+    seen = first_violation(factory, draw.configuration, operations)
+    if seen is None:
         totals.problems.append(f"run {draw.seed}: {error}")
         return None
-    return list(found[0]), primary(found[1])
+    return list(seen[0]), primary(seen[1])

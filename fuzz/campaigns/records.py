@@ -42,7 +42,7 @@ class Campaign(Struct, frozen=True, forbid_unknown_fields=True):
     version: int = VERSION
 
 
-class Progress(Struct, frozen=True, forbid_unknown_fields=True):
+class Progress(Struct, forbid_unknown_fields=True):
     """A line of a shard's journal: what was done on one target since the line before.
 
     Sums over lines, shards and folders are the totals of a campaign.
@@ -95,7 +95,25 @@ class FindingRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PassedOver(Struct, frozen=True, forbid_unknown_fields=True):
-    """A line of ``shards/NNNN.passed.jsonl``: a run that its shard does not try again."""
+    """A line of ``passed/NNNN.jsonl``: a run that its shard does not try again."""
 
     seed: str
     why: str
+
+
+class FileCoverage(Struct, frozen=True, forbid_unknown_fields=True):
+    """A source file, by what of it was run."""
+
+    file: str
+    statements: int
+    covered_statements: int
+    branches: int
+    covered_branches: int
+
+
+class CodeCoverage(Struct, frozen=True, forbid_unknown_fields=True):
+    """``coverage.json``: the code under test, as far as it was imported."""
+
+    cases: int
+    """Of the corpus, which was replayed."""
+    files: tuple[FileCoverage, ...]

@@ -7,9 +7,11 @@ read.  Anything else that cannot be read is an InputError with file and place.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
@@ -23,8 +25,6 @@ from kvproof.fuzz.campaigns.records import (
     VERSION,
     Campaign,
     FindingRecord,
-    PassedOver,
-    Progress,
 )
 from kvproof.invariants.case import Case, dump_case, load_case
 from kvproof.invariants.errors import InputError
@@ -33,7 +33,7 @@ AnyRecord = TypeVar("AnyRecord", bound=Struct)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """All of it or nothing, also when the machine stops."""
+    """All of it or nothing, also when the machine stops.  Raises OSError with the file's name."""
     partial = path.with_name(f".{path.name}.{uuid4().hex[:8]}")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -41,6 +41,8 @@ def write_whole(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         partial.unlink(missing_ok=True)
 
@@ -58,10 +60,11 @@ class Store:
         self.shards = folder / "shards"
         self.raw = folder / "raw"
         self.findings = folder / "findings"
+        self.passed = folder / "passed"
 
     def make(self) -> None:
         """The folders that are not there yet."""
-        for part in (self.shards, self.raw, self.findings):
+        for part in (self.shards, self.raw, self.findings, self.passed):
             part.mkdir(parents=True, exist_ok=True)
 
     def corpus(self, target: str) -> Path:
@@ -70,8 +73,17 @@ class Store:
     def journal(self, shard: int) -> Path:
         return self.shards / f"{shard:04}.jsonl"
 
+    def present(self, shard: int) -> Path:
+        """Holds the seed of the run that the shard is at."""
+        return self.shards / f"{shard:04}.now"
+
+    def log(self, shard: int) -> Path:
+        """What the shard's processes print."""
+        return self.shards / f"{shard:04}.log"
+
     def passed_over(self, shard: int) -> Path:
-        return self.shards / f"{shard:04}.passed.jsonl"
+        """Runs that the shard does not try again."""
+        return self.passed / f"{shard:04}.jsonl"
 
     # -- the campaign ----------------------------------------------------------------------------
 
@@ -96,25 +108,12 @@ class Store:
         there = self.campaign()
         if there is None:
             if self.folder.is_dir() and any(self.folder.iterdir()):
-                raise InputError(f"{self.folder}: is not empty, and no campaign; nothing is written")
+                raise InputError(f"{self.folder}: is not empty, and is no campaign's")
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(self.folder / "campaign.json", as_text(campaign))
         elif there != campaign:
             raise InputError(f"{self.folder}: is another campaign: {_difference(there, campaign)}")
         self.make()
-
-    # -- journals --------------------------------------------------------------------------------
-
-    def journals(self) -> Iterator[tuple[int, list[Progress]]]:
-        """Each shard that has run, and its lines."""
-        for path in sorted(self.shards.glob("[0-9]*.jsonl")):
-            number, _, rest = path.name.partition(".")
-            if rest == "jsonl" and number.isdigit():
-                yield int(number), read_lines(path, Progress)
-
-    def runs_passed_over(self, shard: int) -> list[PassedOver]:
-        path = self.passed_over(shard)
-        return read_lines(path, PassedOver) if path.exists() else []
 
     # -- findings and raw failures -----------------------------------------------------------------
 
@@ -141,19 +140,20 @@ class Store:
 
     # -- the corpus --------------------------------------------------------------------------------
 
-    def keep(self, target: str, case: Case) -> None:
-        """Add a case to the corpus of a target."""
+    def keep(self, target: str, case: Case) -> Path:
+        """Add a case to the corpus of a target; its file."""
         folder = self.corpus(target)
         folder.mkdir(parents=True, exist_ok=True)
         text = dump_case(case)
         path = folder / f"{digest(text)}.json"
         if not path.exists():
             write_whole(path, text)
+        return path
 
-    def kept(self, target: str) -> list[tuple[Path, Case]]:
+    def kept(self, target: str, besides: Collection[Path] = ()) -> list[tuple[Path, Case]]:
         """The corpus of a target, short cases first."""
-        paths = sorted(self.corpus(target).glob("[!.]*.json"))
-        cases = [(path, load_case(path)) for path in paths]
+        paths = [p for p in self.corpus(target).glob("[!.]*.json") if p not in besides]
+        cases = [(path, load_case(path)) for path in sorted(paths)]
         return sorted(cases, key=lambda kept: len(kept[1].operations))
 
 
@@ -178,33 +178,67 @@ def read_record(path: Path, kind: type[AnyRecord]) -> AnyRecord:
 
 def read_lines(path: Path, kind: type[AnyRecord]) -> list[AnyRecord]:
     """The records in a journal; a last line without its end was torn, and is none."""
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from None
-    return _decoded(path, lines[:-1], kind, first=1)
-
-
-def _decoded(
-    path: Path, lines: Sequence[bytes], kind: type[AnyRecord], first: int
-) -> list[AnyRecord]:
-    decoder = msgspec.json.Decoder(kind)
-    records = []
-    for number, line in enumerate(lines, start=first):
-        if line:
-            try:
-                records.append(decoder.decode(line))
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise InputError(f"{path}:{number}: {error}") from None
+    records, _ = read_lines_from(path, kind, 0)
     return records
 
 
-def append_lines(path: Path, records: Sequence[Struct]) -> None:
-    """Add records to a journal; if its last line was torn, instead of that line."""
-    text = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
-    with path.open("a+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        if end:
-            _cut_torn_line(file.fileno(), end)
-        os.write(file.fileno(), text)
+def read_lines_from(path: Path, kind: type[AnyRecord], start: int) -> tuple[list[AnyRecord], int]:
+    """The records that stand there from byte ``start`` on, and where the next will begin."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            text = file.read()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from None
+    whole = text[: text.rfind(b"\n") + 1]
+    decoder, records, place = msgspec.json.Decoder(kind), [], start
+    for line in whole.splitlines(keepends=True):
+        try:
+            records.append(decoder.decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InputError(f"{path}: at byte {place}: {error}") from None
+        place += len(line)
+    return records, start + len(whole)
+
+
+class Journal:
+    """A journal that is appended to, by one process at a time."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises BlockingIOError if another process has it open."""
+        self._path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._file)
+            raise
+        self._end = path.read_bytes().rfind(b"\n") + 1
+        os.ftruncate(self._file, self._end)  # a torn last line
+
+    def append(self, records: Sequence[Struct]) -> None:
+        """Add lines.  Raises OSError if there is no room: then nothing was added."""
+        text = b"".join([msgspec.json.encode(record) + b"\n" for record in records])
+        try:
+            if os.write(self._file, text) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            os.ftruncate(self._file, self._end)
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
+        self._end += len(text)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _difference(there: Campaign, asked: Campaign) -> str:
+    """The first thing in which they differ, in words."""
+    name = next(n for n in there.__struct_fields__ if getattr(there, n) != getattr(asked, n))
+    old, new = (_shown(getattr(campaign, name)) for campaign in (there, asked))
+    return f"its {name} is {old}, not {new}"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(target.name for target in value)
+    return str(value)

@@ -8,7 +8,7 @@ import traceback
 
 import typer
 
-from kvproof.fuzz.cli import bench, check, faults, invariants, kernels, replay, trace
+from kvproof.fuzz.cli import bench, check, faults, fuzz, invariants, kernels, replay, report, trace
 from kvproof.fuzz.cli.output import EXIT_BAD_INPUT, EXIT_CLOSED_PIPE, EXIT_UNKNOWN
 from kvproof.invariants.errors import InputError
 
@@ -23,6 +23,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command("check")(check.check)
+app.command("fuzz")(fuzz.fuzz)
+app.command("report")(report.report)
 app.command("trace")(trace.trace)
 app.command("replay")(replay.replay)
 app.command("shrink")(replay.shrink)

@@ -1,0 +1,135 @@
+"""The ledger of known issues: findings that have an issue, and do not fail a campaign.
+
+A JSON file that stands beside the code, with a case per entry:
+
+    {"format": "kvproof-known-issues", "version": 1, "issues": [
+      {"issue": "https://github.com/…/issues/17", "subject": "my.engine:Subject",
+       "property": "REF", "kinds": ["admit", "fork"], "features": [], "case": "ref_17.json"}]}
+
+Each case is replayed when a campaign starts.  One that passes was mended: its entry has to go,
+or it would hide the next mistake of that kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvproof.fuzz.campaigns.records import FindingRecord
+from kvproof.fuzz.campaigns.store import Store, as_text, read_record, write_whole
+from kvproof.fuzz.replay import replay
+from kvproof.invariants.case import load_case
+from kvproof.invariants.errors import InputError
+from kvproof.stateful_tests.subjects import is_kvproofs_own
+
+FORMAT = "kvproof-known-issues"
+VERSION = 1
+
+
+def owner_of(subject: str) -> str:
+    """Whose mistake it would be: what kvproof's own policies have in common is broken once."""
+    if not is_kvproofs_own(subject):
+        return subject
+    family = subject.partition(":")[0]
+    return "engine" if family == "eviction" else family
+
+
+class KnownIssue(Struct, frozen=True, forbid_unknown_fields=True):
+    """One entry."""
+
+    issue: str
+    """Where it is tracked: a URL, or an id."""
+    subject: str
+    property: str
+    kinds: tuple[str, ...]
+    features: tuple[str, ...]
+    case: str
+    """Its file, as seen from the ledger."""
+
+    def matches(self, finding: FindingRecord) -> bool:
+        own = (owner_of(self.subject), self.property, sorted(self.kinds), sorted(self.features))
+        return own == (
+            owner_of(finding.subject),
+            finding.property,
+            sorted(finding.kinds),
+            sorted(finding.features),
+        )
+
+
+class _File(Struct, frozen=True, forbid_unknown_fields=True):
+    issues: tuple[KnownIssue, ...]
+    format: str
+    version: int
+
+
+class Ledger(Struct, frozen=True):
+    """All entries, and the folder that their cases stand in."""
+
+    issues: tuple[KnownIssue, ...] = ()
+    folder: Path = Path()
+
+    def issue_of(self, finding: FindingRecord) -> str | None:
+        """The issue of a finding, if it is known."""
+        return next((known.issue for known in self.issues if known.matches(finding)), None)
+
+
+def read_ledger(path: Path | None) -> Ledger:
+    """Raises InputError in one line with file and place."""
+    if path is None:
+        return Ledger()
+    file = read_record(path, _File)
+    if file.format != FORMAT or file.version != VERSION:
+        raise InputError(
+            f"{path}: {file.format!r} of version {file.version}; this kvproof reads {FORMAT!r} of "
+            f"version {VERSION}"
+        )
+    for index, entry in enumerate(file.issues):
+        if not entry.issue.strip():
+            raise InputError(f"{path}: no issue at $.issues[{index}].issue: where is it tracked?")
+        if not (path.parent / entry.case).is_file():
+            raise InputError(f"{path}: no file {entry.case} at $.issues[{index}].case")
+    return Ledger(file.issues, path.parent)
+
+
+def mended(ledger: Ledger, named: Sequence[str]) -> list[str]:
+    """What is to be done about entries whose case does not fail any more.
+
+    ``named``: subjects that the user named, and whose code may be imported.  Raises InputError
+    if an entry is of another one.
+    """
+    return [
+        f"{entry.issue} is mended: its case {entry.case} does not violate {entry.property} any "
+        "more: remove the entry"
+        for entry in ledger.issues
+        if not _still_fails(entry, ledger.folder / entry.case, named)
+    ]
+
+
+def _still_fails(entry: KnownIssue, path: Path, named: Sequence[str]) -> bool:
+    case = load_case(path)
+    if not is_kvproofs_own(case.subject) and case.subject not in named:
+        raise InputError(
+            f"{path}: is of subject {case.subject}, which this campaign does not drive"
+        )
+    return any(v.property == entry.property for v in replay(case).violations)
+
+
+def mark_known(store: Store, ledger: Ledger) -> None:
+    """Have all findings say what the ledger says now: it may have changed since they were made."""
+    for finding in store.found():
+        issue = ledger.issue_of(finding)
+        if issue != finding.known:
+            path = store.findings / finding.id / "finding.json"
+            write_whole(path, as_text(replace(finding, known=issue)))
+
+
+def entry_of(finding: FindingRecord) -> str:
+    """A line for the ledger, to be completed with the issue."""
+    entry = KnownIssue(
+        "ISSUE", finding.subject, finding.property, finding.kinds, finding.features, "CASE"
+    )
+    return msgspec.json.encode(entry).decode()

@@ -1,0 +1,129 @@
+"""Runs of a subject: drawn, performed, checked, drained; every twentieth done twice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from zlib import crc32
+
+from kvproof.fuzz.campaigns.corpus import Corpus
+from kvproof.fuzz.campaigns.lots import Lot, Site
+from kvproof.fuzz.campaigns.records import FindingRecord, Progress, Target
+from kvproof.fuzz.campaigns.targets import draw_for, seeds_of
+from kvproof.fuzz.campaigns.triage import UNSHRUNK
+from kvproof.fuzz.search import (
+    DONE_TWICE_EVERY,
+    Failure,
+    Found,
+    abilities,
+    done_twice,
+    found,
+    perform_run,
+    run_once,
+)
+from kvproof.fuzz.swarm import Draw
+from kvproof.invariants.case import Case
+from kvproof.invariants.operations import kind_of
+from kvproof.invariants.verdict import Violation
+from kvproof.stateful_tests.harness import CRASH
+from kvproof.stateful_tests.subjects import subject_factory
+
+WATCHED_EVERY = 2
+"""One run in so many is watched for what is new in it: that takes a tenth of a cheap run's time."""
+SUSPECTS_MADE = 0.25
+"""Part of the runs that are still made of those that would probably show a known finding."""
+FAILING_COSTS = 4.0
+"""A failing run is charged so many times its CPU time: its target is given less."""
+
+
+class SubjectLot(Lot):
+    """The lot of a cache or a scheduler."""
+
+    def __init__(self, site: Site, target: Target, lines: Sequence[Progress]) -> None:
+        super().__init__(site, target, lines)
+        self._factory = subject_factory(target.subject)
+        self._able = abilities(self._factory)
+        self._corpus = Corpus(site.store, target.name)
+        self._suspicions: set[tuple[frozenset[str], frozenset[str]]] = set()
+        for finding in site.store.found():
+            if finding.subject == target.subject:
+                self._suspect(finding)
+
+    def settle_left_over(self) -> None:
+        site = self.site
+        for path, case in site.store.raw_cases():
+            seeds, _, number = case.seed.rpartition("/")
+            own = int(number) % site.campaign.shards == site.shard
+            if own and seeds == seeds_of(site.campaign, self.target):
+                site.say(case.seed)
+                failing = Found(case, Violation(case.violates or CRASH, "the run failed"))
+                replays = case.seed not in site.passed_over
+                site.triage.settle(self.target.name, failing, site.clock(), replays)
+                path.unlink(missing_ok=True)
+
+    def open(self) -> None:
+        """Replay the corpus: to know what is new, and since it may fail now."""
+        site = self.site
+        for case, failure in self._corpus.replay(self._factory, site.say, site.passed_over):
+            draw = Draw(case.seed, case.configuration, case.features, case.operations)
+            self._report(draw, failure)
+
+    def make(self, seed: str) -> None:
+        draw = draw_for(self.target, seed, self._able)
+        if self._suspicions and self._is_suspect(draw):
+            return
+        self.site.say(seed)
+        started = time.process_time()
+        failure = self._run(draw)
+        if failure is not None:
+            self.charged_seconds += (FAILING_COSTS - 1) * (time.process_time() - started)
+            self._report(draw, failure)
+
+    def close_slice(self) -> None:
+        self.progress.transitions = self._corpus.watch.taken()
+
+    def _run(self, draw: Draw) -> Failure | None:
+        progress, corpus = self.progress, self._corpus
+        lot = crc32(draw.seed.encode())
+        is_watched = lot % WATCHED_EVERY == 0
+        perform = corpus.watch.perform if is_watched else perform_run
+        try:
+            failure = run_once(self._factory, draw, progress.totals, perform)
+            if failure is None and lot // WATCHED_EVERY % DONE_TWICE_EVERY == 0:
+                progress.done_twice += 1
+                failure = done_twice(self._factory, draw)
+        except (Exception, SystemExit) as error:  # a subject that cannot even be made
+            progress.totals.problems.append(f"run {draw.seed}: {type(error).__name__}: {error}")
+            return None
+        if failure is None and is_watched:
+            progress.novel += corpus.offer(self._case(draw))
+        return failure
+
+    def _case(self, draw: Draw) -> Case:
+        return Case(
+            self.target.subject,
+            draw.configuration,
+            draw.operations,
+            features=draw.features,
+            seed=draw.seed,
+            fault=self.site.campaign.fault,
+        )
+
+    def _report(self, draw: Draw, failure: Failure) -> None:
+        failing = found(self.target.subject, draw, failure, self.site.campaign.fault)
+        finding = self.site.triage.report(self.target.name, failing, self.site.clock())
+        self.failed(finding.id)
+        self._suspect(finding)
+
+    # -- time for other things -------------------------------------------------------------------
+
+    def _suspect(self, finding: FindingRecord) -> None:
+        """From now on, most runs that have all that the finding needs are passed over."""
+        if finding.property not in UNSHRUNK:
+            self._suspicions.add((frozenset(finding.kinds), frozenset(finding.features)))
+
+    def _is_suspect(self, draw: Draw) -> bool:
+        kinds = {kind_of(operation) for operation in draw.operations}
+        features = frozenset(draw.features)
+        suspected = any(k <= kinds and f <= features for k, f in self._suspicions)
+        return suspected and crc32(f"{draw.seed} again".encode()) >= SUSPECTS_MADE * (1 << 32)

@@ -1,0 +1,620 @@
+"""Campaigns as they are run: processes that are killed, that hang, that run out of room."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvproof.fuzz.campaigns import shard as shard_module
+from kvproof.fuzz.campaigns.executors import Ended, LocalExecutor
+from kvproof.fuzz.campaigns.known import KnownIssue, entry_of, mended, read_ledger
+from kvproof.fuzz.campaigns.records import Campaign, FindingRecord, PassedOver, Progress, Target
+from kvproof.fuzz.campaigns.run import CampaignRun
+from kvproof.fuzz.campaigns.shard import ShardJob, run_job
+from kvproof.fuzz.campaigns.store import Journal, Store, read_lines
+from kvproof.fuzz.campaigns.triage import DIED, HANG
+from kvproof.fuzz.cli import main
+from kvproof.fuzz.cli.fuzz import seconds_of
+from kvproof.invariants.case import load_case
+from kvproof.invariants.errors import InputError
+
+CACHE = Target("cache", "engine", tiers_share=0.0)
+FAULT = "finish-forgets-its-table"
+"""Fails most runs, and shrinks to two operations."""
+CANARY = ("--target", "cache", "--fault", FAULT, "--seed", "canary", "--workers", "2")
+
+_MAIN = "import sys; sys.argv[0] = 'kvproof'; from kvproof.fuzz.cli import main; main()"
+
+
+def kvproof(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """As typed, but in this process: only the workers are others."""
+    argv, out, err = ["kvproof", *arguments], StringIO(), StringIO()
+    with chdir(cwd), redirect_stdout(out), redirect_stderr(err), patch.object(sys, "argv", argv):
+        with pytest.raises(SystemExit) as ended:
+            main()
+    return subprocess.CompletedProcess(argv, ended.value.code, out.getvalue(), err.getvalue())
+
+
+def in_a_process(*arguments: str, cwd: Path, before: str) -> subprocess.CompletedProcess[str]:
+    """After some Python."""
+    return subprocess.run(
+        [sys.executable, "-c", before + _MAIN, *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+
+
+def printed(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(result.stdout)
+    assert fields["schema"] == 1
+    return fields
+
+
+def lines_of(store: Store) -> list[Progress]:
+    return [
+        line for path in store.shards.glob("[0-9]*.jsonl") for line in read_lines(path, Progress)
+    ]
+
+
+# -- a campaign that finds something ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def canary(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Two workers, and a planted fault that both meet."""
+    folder = tmp_path_factory.mktemp("canary")
+    result = kvproof("fuzz", "--time", "5s", "--out", "c", *CANARY, "--json", cwd=folder)
+    assert result.returncode == 1, result.stderr
+    return folder, printed(result)
+
+
+def test_a_canary_is_found_by_both_workers_and_told_once(
+    canary: tuple[Path, dict[str, Any]],
+) -> None:
+    folder, fields = canary
+    (violation,) = fields["violations"]
+    assert (fields["verdict"], violation["property"]) == ("fail", "QUIES")
+    assert violation["kinds"] == ["abort", "admit"]
+    assert len(load_case(folder / violation["case"]).operations) == 2
+    store = Store(folder / "c")
+    for shard in (0, 1):
+        lines = read_lines(store.journal(shard), Progress)
+        assert sum(sum(line.failures.values()) for line in lines) > 1
+    assert not list(store.raw.iterdir())
+    assert fields["ops"] > 100
+    assert fields["seed"] == "canary"
+    for key in ("subject", "seconds", "ops_per_second", "operations", "goals", "invariants"):
+        assert fields[key]
+
+
+_NO_FAULT = "from contextlib import nullcontext"
+
+
+def test_its_pytest_file_fails_until_the_fault_is_mended(
+    canary: tuple[Path, dict[str, Any]],
+) -> None:
+    folder, fields = canary
+    (violation,) = fields["violations"]
+    test = (folder / violation["case"]).parent / f"test_{violation['id']}.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout
+    assert "AssertionError" in done.stdout
+    test.with_name("test_mended.py").write_text(
+        test.read_text()
+        .replace(f"fault_by_id({FAULT!r}).installed()", "nullcontext()")
+        .replace("import pytest", "")
+        .replace(
+            "from kvproof.fuzz.faults import fault_by_id", "from contextlib import nullcontext"
+        )
+    )
+    command[-1] = str(test.with_name("test_mended.py"))
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    test.with_name("test_mended.py").unlink()
+
+
+def test_the_same_command_goes_on_and_another_is_refused(
+    canary: tuple[Path, dict[str, Any]],
+) -> None:
+    folder, fields = canary
+    again = kvproof("fuzz", "--time", "2s", "--out", "c", *CANARY, "--json", cwd=folder)
+    later = printed(again)
+    assert later["ops"] > fields["ops"]
+    assert [v["id"] for v in later["violations"]] == [v["id"] for v in fields["violations"]]
+    before = sorted((folder / "c").rglob("*"))
+    for changed, message in (
+        (("--seed", "other"), "its seed is canary, not other"),
+        (("--workers", "3"), "its shards is 2, not 3"),
+        (("--target", "tiers"), "its targets is cache, not cache, tiers"),
+    ):
+        result = kvproof("fuzz", "--time", "2s", "--out", "c", *CANARY, *changed, cwd=folder)
+        assert result.returncode == 2
+        assert result.stderr.strip() == f"kvproof: c: is another campaign: {message}"
+    assert sorted((folder / "c").rglob("*")) == before
+
+
+# -- the ledger of known issues --------------------------------------------------------------------
+
+
+def ledger(folder: Path, finding: FindingRecord, file: Path, **changes: Any) -> Path:
+    entry = {**json.loads(entry_of(finding)), "issue": "ISSUE-17", "case": str(file), **changes}
+    path = folder / "known.json"
+    path.write_text(json.dumps({"format": "kvproof-known-issues", "version": 1, "issues": [entry]}))
+    return path
+
+
+def test_a_known_issue_is_told_and_does_not_fail(
+    canary: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, _ = canary
+    store = Store(folder / "c")
+    (finding,) = store.found()
+    known = ledger(tmp_path, finding, store.findings / finding.id / "case.json")
+    command = ("fuzz", "--time", "1s", "--out", "c", *CANARY, "--json")
+    result = kvproof(*command, "--known", str(known), cwd=folder)
+    fields = printed(result)
+    assert (result.returncode, fields["verdict"]) == (3, "unknown")  # a second is too short
+    assert [violation["known"] for violation in fields["violations"]] == ["ISSUE-17"]
+    unknown = kvproof(*command, cwd=folder)
+    assert (unknown.returncode, printed(unknown)["violations"][0]["known"]) == (1, None)
+
+
+def test_an_entry_whose_case_passes_fails_the_campaign(
+    canary: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, _ = canary
+    store = Store(folder / "c")
+    (finding,) = store.found()
+    text = (store.findings / finding.id / "case.json").read_text()
+    (tmp_path / "mended.json").write_text(text.replace(f'"fault": "{FAULT}",', ""))
+    known = ledger(tmp_path, finding, Path("mended.json"))
+    assert mended(read_ledger(known), []) == [
+        "ISSUE-17 is mended: its case mended.json does not violate QUIES any more: remove the entry"
+    ]
+    result = kvproof(
+        *("fuzz", "--time", "3s", "--workers", "1", "--target", "cache", "--out", "clean"),
+        *("--known", str(known), "--json"),
+        cwd=tmp_path,
+    )
+    fields = printed(result)
+    assert (result.returncode, fields["verdict"]) == (1, "fail")
+    assert fields["violations"] == []
+    assert any("remove the entry" in note for note in fields["notes"])
+
+
+def test_an_entry_matches_only_its_own_finding(canary: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = canary
+    (finding,) = Store(folder / "c").found()
+    entry = KnownIssue("1", "engine", "QUIES", ("admit", "abort"), (), "x")
+    assert entry.matches(finding)
+    for changes in (
+        {"subject": "mine:Subject"},
+        {"property": "REF"},
+        {"kinds": ("admit",)},
+        {"features": ("salt",)},
+    ):
+        fields = {name: getattr(entry, name) for name in entry.__struct_fields__}
+        assert not KnownIssue(**{**fields, **changes}).matches(finding)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"issue": " "}, r"no issue at \$.issues\[0\].issue"),
+        ({"case": "nowhere.json"}, "no file nowhere.json"),
+        ({"kind": []}, "unknown field `kind`"),
+    ],
+)
+def test_a_ledger_is_read_strictly(
+    canary: tuple[Path, dict[str, Any]], tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    folder, _ = canary
+    (finding,) = Store(folder / "c").found()
+    case = folder / "c" / "findings" / finding.id / "case.json"
+    with pytest.raises(InputError, match=message):
+        read_ledger(ledger(tmp_path, finding, case, **changes))
+
+
+# -- a campaign that finds nothing -----------------------------------------------------------------
+
+
+def test_nothing_is_found_where_nothing_is_wrong(tmp_path: Path) -> None:
+    result = kvproof(
+        *("fuzz", "--time", "4s", "--workers", "1", "--target", "cache", "--out", "c"),
+        *("--seed", "quiet"),
+        cwd=tmp_path,
+    )
+    store = Store(tmp_path / "c")
+    assert not [*store.findings.iterdir(), *store.raw.iterdir()]
+    assert sum(line.totals.runs for line in lines_of(store)) > 10
+    assert sum(line.done_twice for line in lines_of(store)) > 0
+    assert result.returncode in (0, 3), result.stdout + result.stderr
+    assert "PASS" in result.stdout or "UNKNOWN" in result.stdout
+    replayed = kvproof("fuzz", "--replay-corpus", "--out", "c", "--json", cwd=tmp_path)
+    fields = printed(replayed)
+    assert (replayed.returncode, fields["verdict"]) == (0, "pass")
+    assert fields["cases"] == sum(line.novel for line in lines_of(store)) > 5
+
+
+def test_a_case_of_the_corpus_that_fails_now_is_told(tmp_path: Path) -> None:
+    store = Store(tmp_path / "c")
+    store.begin(Campaign("s", (CACHE,), 1))
+    run_job(ShardJob(str(store.folder), 0, 1.0))
+    for path, _ in store.kept("cache"):
+        text = path.read_text()
+        path.write_text(text.replace('"subject"', f'"fault": "{FAULT}",\n  "subject"'))
+    result = kvproof("fuzz", "--replay-corpus", "--out", "c", "--json", cwd=tmp_path)
+    fields = printed(result)
+    assert (result.returncode, fields["verdict"]) == (1, "fail")
+    for failing in fields["violations"]:
+        assert failing["property"] == "QUIES"
+        assert (tmp_path / failing["case"]).is_file()
+
+
+def test_coverage_of_the_code_under_test_is_taken_by_replaying(tmp_path: Path) -> None:
+    pytest.importorskip("coverage")
+    store = Store(tmp_path / "c")
+    store.begin(Campaign("s", (CACHE,), 1))
+    run_job(ShardJob(str(store.folder), 0, 0.5))
+    result = kvproof("fuzz", "--replay-corpus", "--coverage", "--out", "c", "--json", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    files = {file["file"]: file for file in printed(result)["coverage"]["files"]}
+    (pool,) = [figures for name, figures in files.items() if name.endswith("engine/pool.py")]
+    (arc,) = [figures for name, figures in files.items() if name.endswith("eviction/arc.py")]
+    assert pool["covered_branches"] > 0.5 * pool["branches"] > 0
+    assert arc["covered_statements"] < 0.7 * arc["statements"]  # no run evicts by it
+    assert (store.folder / "coverage.json").is_file()
+
+
+# -- shards of machines that cannot see each other -------------------------------------------------
+
+
+def test_a_shard_is_run_alone_and_all_are_reported_together(tmp_path: Path) -> None:
+    for shard in (0, 1):
+        result = kvproof(
+            *("fuzz", "--shard", f"{shard}/2", "--seed", "ci", "--time", "2s"),
+            *("--target", "cache", "--out", f"shard-{shard}", "--json"),
+            cwd=tmp_path,
+        )
+        assert result.returncode in (0, 3), result.stderr
+        stores = [path.name for path in (tmp_path / f"shard-{shard}" / "shards").glob("*.jsonl")]
+        assert stores == [f"{shard:04}.jsonl"]
+    campaigns = [Store(tmp_path / f"shard-{n}").campaign() for n in (0, 1)]
+    assert campaigns[0] == campaigns[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--shard", "4/4"), "--shard 4/4: say 0/4"),
+        (("--shard", "1"), "--shard 1: say 0/4"),
+        (("--shard", "0/2", "--workers", "2"), "leave out --workers"),
+        (("--time", "soon"), "--time soon: say 30s"),
+        (("--time", "0s"), "--time 0s: say 30s"),
+        (("--coverage",), "--coverage is taken with --replay-corpus"),
+        (("--replay-corpus",), "is no campaign's folder"),
+        (("--known", "nowhere.json"), "nowhere.json: No such file"),
+        (("--target", "nothing"), "unknown target 'nothing'"),
+    ],
+)
+def test_bad_usage_is_one_line(tmp_path: Path, arguments: Sequence[str], message: str) -> None:
+    result = kvproof("fuzz", *arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_times() -> None:
+    assert [seconds_of(text) for text in ("30s", "5m", "8h", "2d", "1.5m", "90")] == [
+        *(30.0, 300.0, 28_800.0, 172_800.0, 90.0, 90.0)
+    ]
+
+
+# -- files that are not as they were written -------------------------------------------------------
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Store:
+    """A campaign that has run for a moment."""
+    store = Store(tmp_path / "c")
+    store.begin(Campaign("s", (CACHE,), 1))
+    run_job(ShardJob(str(store.folder), 0, 0.3))
+    return store
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("campaign.json", "{}", "campaign.json: Object missing required field"),
+        ("campaign.json", '{"format": ', "campaign.json: Input data was truncated"),
+        ("shards/0000.jsonl", "nonsense\n", "0000.jsonl: at byte 0: JSON is malformed"),
+        ("corpus/cache/0123.json", "[]", "0123.json: not a kvproof case"),
+        ("raw/0123.json", "{", "0123.json:1:2: the file ends too early"),
+        ("findings/x_1/finding.json", "{}", "finding.json: Object missing required field"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_and_left_alone(
+    begun: Store, file: str, text: str, message: str
+) -> None:
+    path = begun.folder / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    result = kvproof("fuzz", "--time", "1s", "--target", "cache", "--out", ".", cwd=begun.folder)
+    assert result.returncode == 2, result.stdout
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert path.read_text() == text
+
+
+def test_a_torn_last_line_is_no_line_and_is_cut_off(begun: Store) -> None:
+    path = begun.journal(0)
+    whole = path.read_bytes()
+    with path.open("ab") as file:
+        file.write(whole[:40])
+    assert len(read_lines(path, Progress)) == whole.count(b"\n")
+    run_job(ShardJob(str(begun.folder), 0, 0.3))
+    assert path.read_bytes().startswith(whole)
+    assert len(read_lines(path, Progress)) > whole.count(b"\n")
+
+
+def test_a_folder_of_something_else_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("chapter 1")
+    with pytest.raises(InputError, match="is not empty, and is no campaign's"):
+        Store(tmp_path).begin(Campaign("s", (CACHE,), 1))
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_shard_is_run_by_one_process_at_a_time(
+    begun: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_module, "BUSY_SECONDS", 0.1)
+    journal = Journal(begun.journal(0))
+    with pytest.raises(InputError, match="shard 0 is run by another process"):
+        run_job(ShardJob(str(begun.folder), 0, 0.1))
+    journal.close()
+    run_job(ShardJob(str(begun.folder), 0, 0.1))
+
+
+def test_a_full_disk_ends_the_campaign_clearly_and_tears_nothing(tmp_path: Path) -> None:
+    """Files may grow to some kilobytes only: the journal does not fit."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000))\n"
+    command = ("fuzz", "--time", "60s", "--target", "cache", "--workers", "1", "--out", "c")
+    result = in_a_process(*command, cwd=tmp_path, before=limit)
+    assert result.returncode == 2, result.stdout
+    assert "File too large" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    store = Store(tmp_path / "c")
+    assert 0 < store.journal(0).stat().st_size <= 30000
+    assert len(lines_of(store)) > 0
+    assert store.journal(0).read_bytes().endswith(b"\n")
+    assert all(case.operations for _, case in store.kept("cache"))
+    again = kvproof(*command[:2], "2s", *command[3:], cwd=tmp_path)  # there is room again
+    assert again.returncode in (0, 3), again.stderr
+
+
+# -- processes that are killed ---------------------------------------------------------------------
+
+
+def children_of(pid: int) -> list[int]:
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False
+    )
+    return [int(word) for word in listed.stdout.split()]
+
+
+def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _MAIN, "fuzz", "--out", "c", *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_until(condition: Any, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "in vain"
+        time.sleep(0.05)
+
+
+def has_findings(store: Store) -> bool:
+    return any(store.findings.glob("[!.]*/finding.json"))
+
+
+def test_killed_workers_are_started_again_and_lose_nothing(tmp_path: Path) -> None:
+    store = Store(tmp_path / "c")
+    process = started(tmp_path, "--time", "12s", *CANARY)
+    wait_until(lambda: has_findings(store))
+    seen = {record.id for record in store.found()}
+    killed = 0
+    for pause in (0.3, 1.1, 0.7):
+        time.sleep(pause)
+        for worker in children_of(process.pid)[:1]:
+            os.kill(worker, signal.SIGKILL)
+            killed += 1
+    out, err = process.communicate(timeout=120)
+    assert killed >= 2
+    assert process.returncode == 1, out + err
+    assert seen <= {record.id for record in store.found()}
+    assert not list(store.raw.iterdir())
+    for shard in (0, 1):
+        assert read_lines(store.journal(shard), Progress)
+
+
+def test_a_killed_parent_takes_its_workers_along_and_the_same_command_goes_on(
+    tmp_path: Path,
+) -> None:
+    store = Store(tmp_path / "c")
+    process = started(tmp_path, "--time", "60s", *CANARY)
+    wait_until(lambda: has_findings(store) and store.journal(0).stat().st_size > 0)
+    workers = children_of(process.pid)
+    process.kill()
+    process.communicate()
+    assert len(workers) == 2
+    wait_until(lambda: not any(is_running(worker) for worker in workers), 20.0)
+    before, ops = store.found(), sum(line.totals.ops for line in lines_of(store))
+    raw = [case for _, case in store.raw_cases()]
+    again = kvproof("fuzz", "--time", "3s", "--out", "c", *CANARY, "--json", cwd=tmp_path)
+    assert printed(again)["ops"] > ops
+    assert {record.id for record in before} <= {record.id for record in store.found()}
+    assert not list(store.raw.iterdir()), raw
+
+
+def is_running(pid: int) -> bool:
+    state = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
+    )
+    return bool(state.stdout.strip()) and not state.stdout.startswith("Z")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_campaign_ends_in_order(tmp_path: Path, number: int) -> None:
+    process = started(tmp_path, "--time", "60s", *CANARY)
+    wait_until(lambda: has_findings(Store(tmp_path / "c")))
+    workers = children_of(process.pid)
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1, out + err
+    assert "stopped: the same command goes on" in err
+    assert "FAIL" in out
+    assert workers
+    assert not any(is_running(worker) for worker in workers)
+
+
+# -- runs that do not end, and subjects that take the process along --------------------------------
+
+_BROKEN = """
+import os, time
+from kvproof.invariants.operations import Fork
+from kvproof.stateful_tests.subjects.engine import EngineSubject
+
+class Hanging(EngineSubject):
+    def apply(self, operation):
+        if isinstance(operation, Fork) and self.configuration.blocks % 8 == 0:
+            time.sleep(3600)
+        return super().apply(operation)
+
+class Dying(EngineSubject):
+    def apply(self, operation):
+        if isinstance(operation, Fork) and self.configuration.blocks % 8 == 0:
+            os._exit(7)
+        return super().apply(operation)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "property", "words"),
+    [
+        ("Hanging", HANG, "no answer in"),
+        ("Dying", DIED, "the process died in this run, 3 times: exit code 7"),
+    ],
+)
+def test_a_run_that_takes_the_process_is_a_finding_and_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, property: str, words: str
+) -> None:
+    (tmp_path / "broken.py").write_text(_BROKEN)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(tmp_path)
+    target = Target(f"subject:broken:{name}", f"broken:{name}", tiers_share=0.0)
+    store = Store(tmp_path / "c")
+    store.begin(Campaign("s", (target,), 1))
+    run = CampaignRun(
+        *(store.folder, Campaign("s", (target,), 1), LocalExecutor()),
+        shards=[0],
+        seconds=14.0,
+        stall_seconds=2.0,
+    )
+    run.run()
+    (finding, *_) = store.found()
+    assert (finding.property, finding.target) == (property, target.name)
+    assert words in finding.message
+    passed = read_lines(store.passed_over(0), PassedOver)
+    assert passed[0].seed == finding.seed
+    case = load_case(store.findings / finding.id / "case.json")
+    assert "Fork" in str(case.operations)
+    lines = lines_of(store)
+    assert sum(line.totals.runs for line in lines) > 0
+    number = int(finding.seed.rpartition("/")[2])
+    assert sum(line.drawn for line in lines) > number + 1  # it went on behind it
+
+
+# -- other executors -------------------------------------------------------------------------------
+
+
+class InThisProcess:
+    """Runs each shard when it is asked what has ended."""
+
+    def __init__(self) -> None:
+        self.jobs: list[ShardJob] = []
+        self.stopped = False
+
+    def start(self, job: ShardJob) -> None:
+        self.jobs.append(job)
+
+    def ended(self) -> list[Ended]:
+        ended = []
+        while self.jobs:
+            job = self.jobs.pop()
+            run_job(job, stop=lambda: self.stopped)
+            ended.append(Ended(job.shard, 0))
+        return ended
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def kill(self, shard: int) -> None:
+        raise AssertionError("nothing hangs here")
+
+
+def test_an_executor_is_all_that_it_takes_to_run_elsewhere(tmp_path: Path) -> None:
+    store, campaign = Store(tmp_path), Campaign("s", (CACHE,), 3)
+    store.begin(campaign)
+    run = CampaignRun(tmp_path, campaign, InThisProcess(), shards=range(3), seconds=1.0)
+    told: list[int] = []
+    run.run(lambda standing: told.append(standing.ops))
+    assert run.standing.ops == sum(line.totals.ops for line in lines_of(store)) > 0
+    assert len(list(store.shards.glob("*.jsonl"))) == 3
+    assert told
+
+
+class Failing(InThisProcess):
+    def ended(self) -> list[Ended]:
+        jobs, self.jobs = self.jobs, []
+        return [Ended(job.shard, 2, "no room left") for job in jobs]
+
+
+class Unstartable(InThisProcess):
+    def ended(self) -> list[Ended]:
+        jobs, self.jobs = self.jobs, []
+        return [Ended(job.shard, 1, "cannot be imported") for job in jobs]
+
+
+@pytest.mark.parametrize(
+    ("executor", "message"),
+    [(Failing, "no room left"), (Unstartable, "died 6 times in a row: cannot be imported")],
+)
+def test_a_shard_that_cannot_go_on_ends_the_campaign(
+    tmp_path: Path, executor: type[InThisProcess], message: str
+) -> None:
+    campaign = Campaign("s", (CACHE,), 2)
+    Store(tmp_path).begin(campaign)
+    run = CampaignRun(tmp_path, campaign, executor(), shards=range(2), seconds=60.0)
+    with pytest.raises(InputError, match=message):
+        run.run()
