@@ -1,0 +1,112 @@
+"""``kvproof report``: what campaigns came to, as a page to act on."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvproof.fuzz.cli.output import (
+    JsonOption,
+    console,
+    finish,
+    print_json,
+    show_verdict,
+    writable_file,
+)
+from kvproof.fuzz.report.fields import fields
+from kvproof.fuzz.report.summary import Summary, summarise
+from kvproof.invariants.errors import InputError
+
+_SHOWN_REASONS = 8
+
+
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(help="Folders of campaigns, as kvproof fuzz --out left them.")
+    ],
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("report.html"),
+    junit: Annotated[
+        Path | None, typer.Option(help="A JUnit XML file as well, for the test reports of CI.")
+    ] = None,
+    subject: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--subject",
+            "--policy",
+            help="Allow a campaign to import this subject or policy of yours: to replay its "
+            "findings, and to know what it can do.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Add up what campaigns did, and write one page that tells it.
+
+    The page needs nothing but itself: send it, keep it, read it offline.  For each finding it has
+    the message, the life of the block or request, a picture of who held which block over time, the
+    shrunk operations, and how to replay them; then what was reached and what was missed.
+
+    Shards that ran on machines that cannot see each other are added up by naming all of their
+    folders.  The exit code is that of the verdict: 0 pass, 1 a finding that no issue is known for,
+    3 unknown, since something was never reached.
+
+    Needs an extra: pip install 'kvproof\\[report]'.
+
+    Examples: [bold]kvproof report campaign[/]
+    [bold]kvproof report shard-0 shard-1 --out report.html --junit junit.xml[/]
+    [bold]kvproof report campaign --policy sched.py:MyPolicy[/]
+    """
+    _require_extra()
+    for file in (out, junit):
+        if file is not None:
+            writable_file(file)
+    trusted = _trusted(subject or [])
+    summary = summarise(folders, trusted)
+    _write(summary, out, junit, trusted)
+    if as_json:
+        written = {"page": str(out), "junit": None if junit is None else str(junit)}
+        print_json({**fields(summary), **written})
+    else:
+        _show(summary, out, junit)
+    finish(summary.verdict)
+
+
+def _require_extra() -> None:
+    missing = [name for name in ("jinja2", "junitparser") if find_spec(name) is None]
+    if missing:
+        raise InputError(f"a report needs {' and '.join(missing)}: pip install 'kvproof[report]'")
+
+
+def _trusted(named: list[str]) -> frozenset[str]:
+    """The subjects meant: a policy may be named as for check, without its family."""
+    families = ("", "scheduler:", "eviction:")
+    return frozenset(family + name for name in named for family in families)
+
+
+def _write(summary: Summary, out: Path, junit: Path | None, trusted: frozenset[str]) -> None:
+    from kvproof.fuzz.report.junit import write_junit
+    from kvproof.fuzz.report.page import write_page
+
+    write_page(summary, out, trusted)
+    if junit is not None:
+        write_junit(summary, junit)
+
+
+def _show(summary: Summary, out: Path, junit: Path | None) -> None:
+    for finding in summary.findings:
+        record = finding.record
+        known = f" (known: {record.known})" if record.known else ""
+        console.print(f"{record.id}{known}: {record.message}", markup=False)
+    for note in summary.notes:
+        console.print(f"  note: {note}", markup=False)
+    show_verdict(summary.verdict, summary.sentence)
+    if summary.verdict == "unknown":
+        for reason in summary.reasons[:_SHOWN_REASONS]:
+            console.print(f"  because {reason}", markup=False)
+        if len(summary.reasons) > _SHOWN_REASONS:
+            console.print(f"  … and {len(summary.reasons) - _SHOWN_REASONS} more, see the page")
+    for path in (out, junit):
+        if path is not None:
+            console.print(f"  written: {path}", markup=False)

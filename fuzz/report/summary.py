@@ -1,0 +1,433 @@
+"""One or more campaign folders, added up: totals, findings, what was reached, and the verdict."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from kvproof.fuzz.campaigns.conditions import Conditions, read_conditions
+from kvproof.fuzz.campaigns.records import (
+    Campaign,
+    CodeCoverage,
+    FindingRecord,
+    PassedOver,
+    Progress,
+    Target,
+)
+from kvproof.fuzz.campaigns.store import Store, read_record
+from kvproof.fuzz.campaigns.targets import KERNELS
+from kvproof.fuzz.verdicts import Judgement, judge, reachable_goals
+from kvproof.invariants.errors import InputError
+from kvproof.invariants.goals import Goal
+from kvproof.invariants.operations import TIER_KINDS
+from kvproof.invariants.subject import Configuration, Subject
+from kvproof.invariants.verdict import Verdict, counted, merge
+from kvproof.stateful_tests.subjects import is_kvproofs_own, subject_factory
+from kvproof.stateful_tests.totals import Totals
+
+POINTS_MAX = 60
+"""Points of a series over time …"""
+POINT_SECONDS_MIN = 2.0
+"""… each of so many seconds at least: journals are not written more often."""
+PROBLEMS_MAX = 20
+"""Of a subject: what is wrong with a checker is told often enough."""
+
+
+class _Folder(Struct, frozen=True):
+    """One folder."""
+
+    path: Path
+    campaign: Campaign
+    journals: dict[int, list[Progress]]
+    """By shard."""
+    passed_over: list[PassedOver]
+    findings: list[FindingRecord]
+    untriaged: int
+    conditions: list[Conditions]
+    code: CodeCoverage | None
+
+
+_Line = TypeVar("_Line", Progress, PassedOver)
+
+
+class TargetSummary(Struct):
+    """What was done on one target, in all folders."""
+
+    target: Target
+    totals: Totals = field(default_factory=Totals)
+    cpu_seconds: float = 0.0
+    transitions: Counter[str] = field(default_factory=Counter)
+    kept: int = 0
+    """Runs that showed something new to their shard."""
+    done_twice: int = 0
+
+    def add(self, line: Progress) -> None:
+        self.totals = self.totals.merged(line.totals)
+        self.cpu_seconds += line.cpu_seconds
+        self.transitions.update(line.transitions)
+        self.kept += line.novel
+        self.done_twice += line.done_twice
+
+
+class SubjectSummary(Struct, frozen=True):
+    """What the targets with one subject come to."""
+
+    subject: str
+    runs: int
+    verdict: Verdict
+    reasons: tuple[str, ...]
+    """Why the verdict is unknown."""
+    goals: tuple[Goal, ...]
+    """The situations that it can meet …"""
+    hits: dict[str, int]
+    """… and how often each was met."""
+
+    @property
+    def missed(self) -> list[Goal]:
+        return [goal for goal in self.goals if not self.hits.get(goal.id)]
+
+
+class MergedFinding(Struct, frozen=True):
+    """One finding, though several shards may have found it."""
+
+    record: FindingRecord
+    """Of the shortest of its cases …"""
+    folder: Path
+    """… which lies here, with all that was written of it."""
+    failures: int
+    """Failing runs that showed it."""
+    first_seen: float
+    """Seconds that its shard had been running."""
+
+
+class Point(Struct, frozen=True):
+    """The campaign as it stood when its shards had been running for so long."""
+
+    at: float
+    ops_per_second: float
+    """Of all shards together, since the point before."""
+    transitions: int
+    """Distinct ones seen so far."""
+    kept: int
+    """Runs kept in the corpus so far."""
+
+
+class Summary(Struct, frozen=True):
+    """All that a report tells."""
+
+    folders: tuple[Path, ...]
+    campaigns: tuple[Campaign, ...]
+    targets: tuple[TargetSummary, ...]
+    subjects: tuple[SubjectSummary, ...]
+    total: Totals
+    cpu_seconds: float
+    findings: tuple[MergedFinding, ...]
+    """Those that no issue is known for come first, then by the time of the first failing run."""
+    untriaged: int
+    """Failing runs that nobody has looked into when the campaign stopped."""
+    series: tuple[Point, ...]
+    conditions: tuple[Conditions, ...]
+    """Where its shards ran, each place once."""
+    code: dict[Path, CodeCoverage]
+    """What of the code under test each folder's corpus covers, where that was measured."""
+    verdict: Verdict
+    reasons: tuple[str, ...]
+    """Why the verdict is unknown, or would be if nothing had been found."""
+    notes: tuple[str, ...]
+    """What a reader of the figures should know."""
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence."""
+        new, known = len(self.new_findings), len(self.findings) - len(self.new_findings)
+        done = f"{self.total.ops:,} operations in {self.total.runs:,} runs"
+        if known:
+            done += f", beside {counted(known, 'known issue')}"
+        if new:
+            names = ", ".join(sorted({f.record.property for f in self.new_findings}))
+            return f"{counted(new, 'finding')} ({names}) in {done}."
+        if self.verdict == "fail":
+            return f"There are failing runs that nobody has looked into yet, among {done}."
+        nothing = "Nothing new was violated" if known else "Nothing was violated"
+        if self.verdict == "unknown":
+            reason, others = self.reasons[0].partition(" (")[0], len(self.reasons) - 1
+            more = f", and {others} more like it" if others else ""
+            return f"{nothing} in {done}, but that proves little: {reason}{more}."
+        return f"{nothing} in {done}, and every situation that is not rare was reached."
+
+    @property
+    def new_findings(self) -> list[MergedFinding]:
+        """Those that no issue is known for."""
+        return [finding for finding in self.findings if finding.record.known is None]
+
+
+def summarise(folders: Sequence[Path], trusted: Collection[str] | None = None) -> Summary:
+    """Read the folders and add up.  Raises InputError with file and place.
+
+    ``trusted``: subjects outside kvproof that may be imported, to know what they can do; None for
+    all that a campaign names.
+    """
+    read = [_read(path) for path in _distinct(folders)]
+    targets = _targets(read)
+    findings = _merged(read)
+    untriaged = sum([folder.untriaged for folder in read])
+    failed = untriaged > 0 or any(finding.record.known is None for finding in findings)
+    subjects = tuple(_subjects(targets, findings, trusted))
+    verdicts: list[Verdict] = [subject.verdict for subject in subjects]
+    total = Totals()
+    for target in targets:
+        total = total.merged(target.totals)
+    return Summary(
+        folders=tuple(folder.path for folder in read),
+        campaigns=tuple(folder.campaign for folder in read),
+        targets=tuple(targets),
+        subjects=subjects,
+        total=total,
+        cpu_seconds=sum([target.cpu_seconds for target in targets]),
+        findings=findings,
+        untriaged=untriaged,
+        series=tuple(_series([lines for folder in read for lines in folder.journals.values()])),
+        conditions=tuple(dict.fromkeys(c for folder in read for c in folder.conditions)),
+        code={folder.path: folder.code for folder in read if folder.code is not None},
+        verdict=merge(*verdicts, "fail" if failed else "pass"),
+        reasons=tuple(f"{s.subject}: {reason}" for s in subjects for reason in s.reasons),
+        notes=tuple(_notes(read, untriaged)),
+    )
+
+
+def _distinct(folders: Sequence[Path]) -> Sequence[Path]:
+    seen: set[Path] = set()
+    for folder in folders:
+        if folder.resolve() in seen:
+            raise InputError(f"{folder}: given twice, and would be counted twice")
+        seen.add(folder.resolve())
+    return folders
+
+
+def _read(path: Path) -> _Folder:
+    store = Store(path)
+    campaign = store.campaign()
+    if campaign is None:
+        raise InputError(f"{path}: is no campaign's folder: there is no campaign.json in it")
+    return _Folder(
+        path,
+        campaign,
+        {int(file.stem): _lines(file, Progress) for file in _journals(store.shards)},
+        [run for file in _journals(store.passed) for run in _lines(file, PassedOver)],
+        store.found(),
+        len([*store.raw_cases()]),
+        read_conditions(path),
+        read_record(code, CodeCoverage) if (code := path / "coverage.json").exists() else None,
+    )
+
+
+def _journals(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.glob("*.jsonl") if file.stem.isdecimal())
+
+
+def _lines(path: Path, kind: type[_Line]) -> list[_Line]:
+    """The records in a journal.  One without a line feed was being written: it is left out."""
+    *whole, _ = path.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(whole, start=1):
+        try:
+            records.append(msgspec.json.decode(line, type=kind))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InputError(f"{path}:{number}: {error}") from None
+    return records
+
+
+# -- targets and subjects ------------------------------------------------------------------------
+
+
+def _targets(read: Iterable[_Folder]) -> list[TargetSummary]:
+    targets: dict[tuple[str, str], TargetSummary] = {}
+    for folder in read:
+        named = {target.name: target for target in folder.campaign.targets}
+        for target in named.values():
+            targets.setdefault((target.name, target.subject), TargetSummary(target))
+        for shard, lines in folder.journals.items():
+            for line in lines:
+                if line.target not in named:
+                    raise InputError(
+                        f"{folder.path}: shard {shard} worked on {line.target!r}, which is no "
+                        "target of its campaign.json"
+                    )
+                targets[line.target, named[line.target].subject].add(line)
+    return list(targets.values())
+
+
+def _subjects(
+    targets: Sequence[TargetSummary],
+    findings: Sequence[MergedFinding],
+    trusted: Collection[str] | None,
+) -> Iterator[SubjectSummary]:
+    """Targets with one subject are judged together: what one leaves out, another may reach."""
+    failed = {f.record.subject for f in findings if f.record.known is None}
+    for name in dict.fromkeys(summary.target.subject for summary in targets):
+        own = [summary for summary in targets if summary.target.subject == name]
+        total = Totals()
+        for summary in own:
+            total = total.merged(summary.totals)
+        subject, why = _subject(name, trusted)
+        if subject is not None and all(summary.target.tiers_share == 0 for summary in own):
+            _without_tiers(subject)
+        goals = reachable_goals(subject) if subject is not None else ()
+        judgement = _judged(subject, total, name in failed, why)
+        yield SubjectSummary(
+            name, total.runs, judgement.verdict, judgement.reasons, goals, total.goals
+        )
+
+
+def _subject(name: str, trusted: Collection[str] | None) -> tuple[Subject | None, str]:
+    """A fresh subject, to ask what it can do; or why there is none."""
+    if name == KERNELS:
+        return None, ""
+    if not may_import(name, trusted):
+        return None, f"what it can do is not known here: allow its import with --subject {name}"
+    try:
+        return subject_factory(name)(Configuration()), ""
+    except InputError as error:
+        return None, f"what it can do is not known here: {error}"
+
+
+def _without_tiers(subject: Subject) -> None:
+    """Nothing is demanded of tiers in a campaign that has none."""
+    subject.capabilities -= {*TIER_KINDS}
+    subject.semantics = replace(subject.semantics, tiers=False)
+
+
+def may_import(subject: str, trusted: Collection[str] | None) -> bool:
+    """Whether a folder that names this subject may have it imported."""
+    return trusted is None or subject in trusted or is_kvproofs_own(subject)
+
+
+def _judged(subject: Subject | None, total: Totals, failed: bool, why: str) -> Judgement:
+    problems = [*dict.fromkeys(total.problems)][:PROBLEMS_MAX]
+    if not total.runs:
+        problems.append("nothing was run")
+    elif subject is not None:
+        return judge(
+            subject,
+            total.operations,
+            total.goals,
+            checked=total.checked,
+            failed=failed,
+            problems=tuple(problems),
+        )
+    problems += [why] if why else []
+    verdict = merge("fail" if failed else "pass", "unknown" if problems else "pass")
+    return Judgement(verdict, tuple(problems))
+
+
+# -- findings ------------------------------------------------------------------------------------
+
+
+def _merged(read: Iterable[_Folder]) -> tuple[MergedFinding, ...]:
+    failures: Counter[str] = Counter()
+    found: dict[str, list[MergedFinding]] = {}
+    for folder in read:
+        for lines in folder.journals.values():
+            for line in lines:
+                failures.update(line.failures)
+        for record in folder.findings:
+            where = Store(folder.path).findings / record.id
+            found.setdefault(record.id, []).append(MergedFinding(record, where, 1, record.at))
+    merged = [_one(same, failures[name]) for name, same in found.items()]
+    return tuple(sorted(merged, key=lambda f: (f.record.known is not None, f.first_seen)))
+
+
+def _one(same: Sequence[MergedFinding], failures: int) -> MergedFinding:
+    """It is known only where every folder's ledger knows it."""
+    shortest = min(same, key=lambda f: (f.record.known is not None, f.record.operations))
+    first_seen = min(finding.first_seen for finding in same)
+    return replace(shortest, failures=max(failures, len(same)), first_seen=first_seen)
+
+
+# -- over time -----------------------------------------------------------------------------------
+
+
+def _series(journals: Sequence[Sequence[Progress]]) -> Iterator[Point]:
+    """Shards are added as if they had been started together."""
+    end = max([line.at for lines in journals for line in lines], default=0.0)
+    if not end:
+        return
+    count = max(1, min(POINTS_MAX, int(end / POINT_SECONDS_MIN)))
+    width = end / count
+    ops = [0.0] * count
+    kept = [0] * count
+    first_seen: dict[tuple[str, str], int] = {}
+    for start, line in _with_starts(journals):
+        index = _bin(line.at, width, count)
+        kept[index] += line.novel
+        for transition in line.transitions:
+            key = (line.target, transition)
+            first_seen[key] = min(index, first_seen.get(key, index))
+        _spread(line.totals.ops, start, line.at, width, ops)
+    new = Counter(first_seen.values())
+    seen = kept_so_far = 0
+    for index in range(count):
+        seen += new[index]
+        kept_so_far += kept[index]
+        yield Point((index + 1) * width, ops[index] / width, seen, kept_so_far)
+
+
+def _bin(at: float, width: float, count: int) -> int:
+    return min(int(at / width), count - 1)
+
+
+def _with_starts(journals: Sequence[Sequence[Progress]]) -> Iterator[tuple[float, Progress]]:
+    """Each line with the time from which it counts; lines of several targets may end together."""
+    for lines in journals:
+        start = end = 0.0
+        for line in lines:
+            if line.at > end:
+                start, end = end, line.at
+            yield start, line
+
+
+def _spread(ops: int, start: float, end: float, width: float, bins: list[float]) -> None:
+    """Share the operations among the points whose time they took."""
+    first, last = _bin(start, width, len(bins)), _bin(end, width, len(bins))
+    for index in range(first, last + 1):
+        covered = min(end, (index + 1) * width) - max(start, index * width)
+        bins[index] += ops * covered / (end - start) if end > start else ops
+
+
+# -- notes ---------------------------------------------------------------------------------------
+
+
+def _notes(read: Sequence[_Folder], untriaged: int) -> Iterator[str]:
+    if untriaged:
+        yield (
+            f"{counted(untriaged, 'failing run')} lay in raw/, not shrunk yet when the campaign "
+            "stopped: the same command goes on with that"
+        )
+    for fault in dict.fromkeys(folder.campaign.fault for folder in read):
+        if fault is not None:
+            yield f"the seeded fault {fault} was planted, to be found"
+    seen: dict[Campaign, dict[int, Path]] = {}
+    for folder in read:
+        shards = seen.setdefault(folder.campaign, {})
+        for shard in folder.journals:
+            if shard in shards:
+                yield (
+                    f"shard {shard} of seed {folder.campaign.seed} is both in {shards[shard]} "
+                    f"and in {folder.path}: the same runs, counted twice"
+                )
+            shards[shard] = folder.path
+        for run in folder.passed_over:
+            yield f"{folder.path}: run {run.seed} was passed over: {run.why}"
+    for campaign, shards in seen.items():
+        missing = [str(shard) for shard in range(campaign.shards) if shard not in shards]
+        if missing:
+            yield (
+                f"seed {campaign.seed} is that of {counted(campaign.shards, 'shard')}; here is no "
+                f"journal of {'shard' if len(missing) == 1 else 'shards'} {', '.join(missing)}"
+            )
