@@ -38,6 +38,7 @@ from kvproof.invariants.operations import (
     Retire,
     Run,
     Schedule,
+    Segment,
 )
 from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.subject import Configuration
@@ -144,9 +145,9 @@ class _Search:
         Those that try most come when the others do not help: only backwards they also come first.
         """
         passes: list[Callable[[], None]] = [
-            self._drop_features,
             self._run_rows_at_once,
             self._delete_chunks,
+            self._drop_features,
             self._merge_iterations,
             self._merge_growth,
             self._delete_with_blocks,
@@ -156,12 +157,16 @@ class _Search:
             self._lower_configuration,
             self._lower_arguments,
         ]
-        costly: list[Callable[[], None]] = [self._delete_pairs, self._substitute]
+        costly: list[Callable[[], None]] = [
+            self._delete_pairs,
+            self._delete_with_more_room,
+            self._substitute,
+        ]
         if backwards:
             passes.reverse()
             costly.reverse()
             self._make(costly)
-        while self._make(passes) or self._make(costly):
+        while self._make(passes) or any(self._make([one]) for one in costly):
             pass
 
     def _make(self, passes: Sequence[Callable[[], None]]) -> bool:
@@ -273,14 +278,10 @@ class _Search:
             grow = operations[second]
             if isinstance(grow, Grow | Reserve):
                 for first in range(second - 1, -1, -1):
-                    longer = _lengthened(operations[first], grow)
-                    if longer is not None and self._try(
-                        operations=[
-                            *operations[:first],
-                            longer,
-                            *operations[first + 1 : second],
-                            *operations[second + 1 :],
-                        ]
+                    between, after = operations[first + 1 : second], operations[second + 1 :]
+                    if any(
+                        self._try(operations=[*operations[:first], longer, *between, *after])
+                        for longer in _lengthened(operations[first], grow)
                     ):
                         break
             second = min(second, len(self.case.operations)) - 1
@@ -372,6 +373,31 @@ class _Search:
                     if len(plain) <= width and self._try(operations=[*before, *plain, *after]):
                         break
                 start += 1
+
+    def _delete_with_more_room(self) -> None:
+        """A few operations go, in a larger world: what made room for others is needed no more.
+
+        A longer prompt may do what took several operations to compute or to grow.
+        """
+        if len(self.case.operations) > _PAIRS_UP_TO:
+            return
+        for width in range(4, 0, -1):
+            start = 0
+            while start + width <= len(self.case.operations):
+                operations = self.case.operations
+                left = operations[:start] + operations[start + width :]
+                if not any(
+                    self._try_in(run, **self._more_room()) for run in (left, *_longer(left))
+                ):
+                    start += 1
+
+    def _more_room(self) -> dict[str, int]:
+        world = self.case.configuration
+        room = {"blocks": world.blocks + 4, "requests": world.requests + 2}
+        for name in ("host_blocks", "disk_blocks"):
+            if getattr(world, name):
+                room[name] = getattr(world, name) + 4
+        return room
 
     def _delete_pairs(self) -> None:
         if len(self.case.operations) > _PAIRS_UP_TO:
@@ -594,17 +620,29 @@ def _cut_output(operation: AnyOperation, rows: int, size: int, old_size: int) ->
     return replace(operation, output=output, max_tokens=longest)
 
 
-def _lengthened(operation: AnyOperation, by: Grow | Reserve) -> AnyOperation | None:
-    """The operation with the later one's tokens or slots in it; None where they do not fit in."""
+def _lengthened(operation: AnyOperation, by: Grow | Reserve) -> Iterator[AnyOperation]:
+    """The operation with the later one's tokens or slots in it, where they fit in."""
     if isinstance(by, Reserve):
-        admits = isinstance(operation, Admit | Resume)
-        return replace(operation, slots=by.slots) if admits else None
-    if isinstance(operation, Grow):
-        return replace(operation, tokens=operation.tokens + by.tokens)
-    if isinstance(operation, Admit):
+        if isinstance(operation, Admit | Resume):
+            yield replace(operation, slots=by.slots)
+    elif isinstance(operation, Grow):
+        yield replace(operation, tokens=operation.tokens + by.tokens)
+    elif isinstance(operation, Admit):
         *before, last = operation.prompt
-        return replace(operation, prompt=(*before, replace(last, length=last.length + by.tokens)))
-    return None
+        longer = replace(last, length=last.length + by.tokens)
+        yield replace(operation, prompt=(*before, longer))
+        # What grows is not what a longer prompt would have had there.
+        other = Segment(max(segment.source for segment in operation.prompt) + 1, by.tokens)
+        yield replace(operation, prompt=(*operation.prompt, other))
+
+
+def _longer(operations: Sequence[AnyOperation]) -> Iterator[list[AnyOperation]]:
+    """The operations with one prompt longer by a token."""
+    for index, operation in enumerate(operations):
+        if isinstance(operation, Admit | Arrive | Promote):
+            *before, last = operation.prompt
+            longer = (*before, replace(last, length=last.length + 1))
+            yield [*operations[:index], replace(operation, prompt=longer), *operations[index + 1 :]]
 
 
 def _cut_length(length: int, rows: int, size: int, old_size: int) -> int:

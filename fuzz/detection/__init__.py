@@ -1,0 +1,1 @@
+"""The benchmark of bug finding: how fast each driver finds each seeded fault."""
