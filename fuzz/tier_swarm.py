@@ -46,7 +46,7 @@ TIER_FEATURES = ("tiers", "disk", "arc", "late", "waits", "io-faults")
 flight; admissions that wait for KV; faults of the disk, and blocks that somebody else takes."""
 TIERS_SHARE = 0.4
 """Part of the runs that have tiers, where the subject can."""
-_SHARES = {"disk": 0.7, "arc": 0.3, "late": 0.7, "waits": 0.6, "io-faults": 0.5}
+_SHARES = {"disk": 0.8, "arc": 0.3, "late": 0.7, "waits": 0.6, "io-faults": 0.65}
 
 _WEIGHTS = {
     "admit": 1.0,
@@ -118,6 +118,7 @@ stored has to be asked for again."""
 _COMPUTED = ("admit", "launch", "retire")
 _STORED = (*_COMPUTED, "offload", "complete")
 _LOST = (*_STORED, "finish", "evict")
+_HEADED = (*_LOST, "head", "launch", "retire", "finish")
 _FLOODED = (*_STORED, "finish", *["flood"] * 3, "launch", "retire", *["finish"] * 2)
 _SAVED = (*_STORED, "save", "complete", "finish", "evict", "lose")
 _TOURS: Mapping[OffloadMeaning, tuple[tuple[str, ...], ...]] = {
@@ -125,9 +126,8 @@ _TOURS: Mapping[OffloadMeaning, tuple[tuple[str, ...], ...]] = {
         (*_LOST, "promote", "complete", "admit"),
         (*_LOST, "promote", "admit", "land", "fail", "promote", "complete"),
         (*_LOST, "promote", "wait", "land", "fail", "promote", "complete", "wait"),
-        (*_LOST, "starve", "promote", "feed", "promote", "reset", "complete"),
+        (*_HEADED, "squeeze", "promote", "feed", "promote", "reset", "complete"),
         (*_FLOODED, "promote", "complete", "admit"),
-        (*_LOST, "head", "launch", "retire", "finish", "squeeze", "promote", "feed"),
         (*_LOST, "admit", "launch", "abort", "starve", "promote", "feed", "retire", "complete"),
         (*_COMPUTED, "offload", "fail", "offload", "notify", "complete", "notify"),
         (*_STORED, "save", "choke", "save", "choke", "save", "complete"),
@@ -248,9 +248,9 @@ class TierArguments:
             if meaning in configuration.meanings
         ]
         self._all = (configuration.blocks, configuration.host_blocks, configuration.disk_blocks)
-        self._touring = rng.choice((0.1, 0.2, 0.5))
+        self._touring = rng.choice((0.15, 0.3, 0.6))
         """How often a tour comes before an operation …"""
-        self._goes_on = rng.choice((0.85, 0.93, 0.98))
+        self._goes_on = rng.choice((0.9, 0.95, 0.99))
         """… and how often each of its operations leads to the next."""
         self._again = rng.choice((0.3, 0.6, 0.9))
         """How often a prompt is one of the latest ones."""
@@ -284,9 +284,7 @@ class TierArguments:
             "cancel": lambda: Cancel(self._transfer()),
             "notify": lambda: Notify(self._transfer()),
             "withhold": self._withhold,
-            "corrupt": lambda: Corrupt(
-                int(rng.random() * 4), int(rng.random() * 128), self._file()
-            ),
+            "corrupt": lambda: Corrupt(int(rng.random() * 4), int(rng.random() * 128)),
             "rot": lambda: Corrupt(int(rng.random() * 4), int(rng.random() * 128), "index"),
             "restart": lambda: Restart(self._transfer(), int(rng.random() * 5)),
             "slow": lambda: Slow(rng.choice((1, 10))),
@@ -327,7 +325,8 @@ class TierArguments:
         """What a tour is about: mostly a prompt that other requests do not share."""
         admit, rng = self._prompt(), self._rng
         if rng.random() < 0.7:
-            own = Segment(20 + int(rng.random() * 3), admit.prompt[0].length + 1)
+            length = max(admit.prompt[0].length, 2 * self._block_size) + 1
+            own = Segment(20 + int(rng.random() * 3), length)
             admit = replace(admit, prompt=(own, *admit.prompt[1:]))
             self._latest.append(admit)
         return admit
@@ -391,7 +390,7 @@ class TierArguments:
         )
 
     def _file(self) -> DiskFile:
-        """Where a fault of the disk is: mostly in the data."""
+        """Where a write fails: mostly in the data."""
         return "index" if self._rng.random() < 0.3 else "data"
 
     def _fail(self) -> Fail:

@@ -53,10 +53,11 @@ def _remember_shapes() -> None:
         return made.shape, made.numel
 
     def init_type(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = tuple([size.value if type(size) is constexpr else size for size in shape])
-        is_usual = type(shape) in kinds_of_shape and whole.issuperset(map(type, sizes))
-        if not is_usual or sizes not in shapes:
+        is_usual = type(shape) in kinds_of_shape
+        sizes = tuple([s.value if type(s) is constexpr else s for s in shape]) if is_usual else ()
+        if sizes not in shapes or not whole.issuperset(map(type, sizes)):
             make_type(self, element_ty, shape)
+            sizes = tuple(self.shape.values)
             shapes[sizes] = (self.shape, self.numel, f"<{self.shape}, ", shape_of_tensor(self))
         self.element_ty = element_ty
         self.shape, self.numel, name, self.of_tensor = shapes[sizes]

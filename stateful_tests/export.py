@@ -153,6 +153,9 @@ r3: request 3, b7: block 7, s2: step 2, [1]: row 1 of the request's block table
 h5: slot 5 of host memory, d5: slot 5 of the disk, t4: transfer 4
 + given   = reused (prefix hit)   & shared with a fork   > copied (on write, or by a transfer)
 - released   * made findable   x evicted   ~ left to the fence of a step in flight"""
+_TRANSFER_LEGEND = """
+transfer=k in an operation is a place: the k-th of those it may be about, modulo their number; which
+transfer that was, stands in the answer"""
 _SCHEDULER_LEGEND = """
 q3: request 3 of the scheduler, by arrival (in the cache it may be another r)
 #4: iteration 4: what its plan ran, for how many tokens; ! preempted, !! swapped out"""
@@ -172,7 +175,8 @@ def log_text(case: Case, explanation: str, moments: Sequence[Moment] = ()) -> st
     world = f"{case.subject}, {_source(case.configuration)}"
     features = f"features: {', '.join(case.features)}\n" if case.features else ""
     schedules = any(isinstance(e, SchedulerEvent) for moment in moments for e in moment.events)
-    legend = _LEGEND + _SCHEDULER_LEGEND * schedules
+    names = any(hasattr(operation, "transfer") for operation in case.operations)
+    legend = _LEGEND + _TRANSFER_LEGEND * names + _SCHEDULER_LEGEND * schedules
     return f"{_wrapped(explanation)}\n\n{world}\n{features}\n{legend}\n\n" + "\n".join(lines) + "\n"
 
 
@@ -181,6 +185,7 @@ def _answer(outcome: Outcome) -> str:
     if outcome.request is not None:
         words.append(f"r{outcome.request}")
     words += [f"r{child}" for child in outcome.children]
+    words += [f"t{transfer}" for transfer in outcome.transfers]
     if outcome.cached_tokens:
         words.append(f"{outcome.cached_tokens} cached")
     if outcome.count:
@@ -249,7 +254,9 @@ def _slots_released(event: SlotsReleased) -> str:
 
 
 def _reopened(event: TierReopened) -> str:
-    return f"found {_numbered('d', event.group, event.slots) or 'nothing'}"
+    found = f"found {_numbered('d', event.group, event.slots) or 'nothing'}"
+    damaged = _numbered("d", event.group, event.damaged)
+    return f"{found}, lost {damaged} (damaged entries)" if damaged else found
 
 
 def _evicted(event: BlocksEvicted) -> str:

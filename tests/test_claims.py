@@ -119,10 +119,9 @@ LEANS_ON = {
     "VALID": ("XFER", "PROV"),
     "PROV": ("XFER",),
     "ATOM": ("CAP",),
-    "ORDER": ("CAP",),
 }
-"""XFER and PROV move the shadow memory's bytes, CAP predicts which blocks an admission would reuse
-and which slots a copy must not evict."""
+"""XFER and PROV move the shadow memory's bytes, CAP predicts which blocks an admission would
+reuse."""
 
 
 def _observe(checker: Checker, subject: EngineSubject, operations: Sequence[Operation]) -> None:

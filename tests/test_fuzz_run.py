@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -38,9 +42,14 @@ _MAIN = "import sys; sys.argv[0] = 'kvproof'; from kvproof.fuzz.cli import main;
 def kvproof(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """As typed, but in this process: only the workers are others."""
     argv, out, err = ["kvproof", *arguments], StringIO(), StringIO()
-    with chdir(cwd), redirect_stdout(out), redirect_stderr(err), patch.object(sys, "argv", argv):
-        with pytest.raises(SystemExit) as ended:
-            main()
+    with (
+        chdir(cwd),
+        redirect_stdout(out),
+        redirect_stderr(err),
+        patch.object(sys, "argv", argv),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main()
     return subprocess.CompletedProcess(argv, ended.value.code, out.getvalue(), err.getvalue())
 
 
@@ -75,9 +84,17 @@ def lines_of(store: Store) -> list[Progress]:
 def canary(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Two workers, and a planted fault that both meet."""
     folder = tmp_path_factory.mktemp("canary")
-    result = kvproof("fuzz", "--time", "5s", "--out", "c", *CANARY, "--json", cwd=folder)
-    assert result.returncode == 1, result.stderr
-    return folder, printed(result)
+    for _ in range(20):  # where the machine is busy, once does not take them far
+        result = kvproof("fuzz", "--time", "3s", "--out", "c", *CANARY, "--json", cwd=folder)
+        assert result.returncode in (1, 3), result.stderr
+        if all(failures_of(Store(folder / "c"), shard) > 1 for shard in (0, 1)):
+            return folder, printed(result)
+    raise AssertionError("in vain")
+
+
+def failures_of(store: Store, shard: int) -> int:
+    lines = read_lines(store.journal(shard), Progress)
+    return sum(sum(line.failures.values()) for line in lines)
 
 
 def test_a_canary_is_found_by_both_workers_and_told_once(
@@ -89,9 +106,7 @@ def test_a_canary_is_found_by_both_workers_and_told_once(
     assert violation["kinds"] == ["abort", "admit"]
     assert len(load_case(folder / violation["case"]).operations) == 2
     store = Store(folder / "c")
-    for shard in (0, 1):
-        lines = read_lines(store.journal(shard), Progress)
-        assert sum(sum(line.failures.values()) for line in lines) > 1
+    assert violation["failures"] == sum(failures_of(store, shard) for shard in (0, 1))
     assert not list(store.raw.iterdir())
     assert fields["ops"] > 100
     assert fields["seed"] == "canary"
@@ -108,22 +123,18 @@ def test_its_pytest_file_fails_until_the_fault_is_mended(
     folder, fields = canary
     (violation,) = fields["violations"]
     test = (folder / violation["case"]).parent / f"test_{violation['id']}.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stdout
-    assert "AssertionError" in done.stdout
-    test.with_name("test_mended.py").write_text(
+    mended_test = test.with_name("test_mended.py")
+    mended_test.write_text(
         test.read_text()
         .replace(f"fault_by_id({FAULT!r}).installed()", "nullcontext()")
-        .replace("import pytest", "")
-        .replace(
-            "from kvproof.fuzz.faults import fault_by_id", "from contextlib import nullcontext"
-        )
+        .replace("from kvproof.fuzz.faults import fault_by_id", _NO_FAULT)
     )
-    command[-1] = str(test.with_name("test_mended.py"))
+    files = (str(test), str(mended_test))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    test.with_name("test_mended.py").unlink()
+    mended_test.unlink()
+    assert "1 failed, 1 passed" in done.stdout
+    assert f"FAILED {test.relative_to(folder)}::" in done.stdout
 
 
 def test_the_same_command_goes_on_and_another_is_refused(
@@ -232,14 +243,14 @@ def test_a_ledger_is_read_strictly(
 
 
 def test_nothing_is_found_where_nothing_is_wrong(tmp_path: Path) -> None:
-    result = kvproof(
-        *("fuzz", "--time", "4s", "--workers", "1", "--target", "cache", "--out", "c"),
-        *("--seed", "quiet"),
-        cwd=tmp_path,
-    )
     store = Store(tmp_path / "c")
+    while sum(line.totals.runs for line in lines_of(store)) < 60:
+        result = kvproof(
+            *("fuzz", "--time", "3s", "--workers", "1", "--target", "cache", "--out", "c"),
+            *("--seed", "quiet"),
+            cwd=tmp_path,
+        )
     assert not [*store.findings.iterdir(), *store.raw.iterdir()]
-    assert sum(line.totals.runs for line in lines_of(store)) > 10
     assert sum(line.done_twice for line in lines_of(store)) > 0
     assert result.returncode in (0, 3), result.stdout + result.stderr
     assert "PASS" in result.stdout or "UNKNOWN" in result.stdout
@@ -395,7 +406,7 @@ def test_a_full_disk_ends_the_campaign_clearly_and_tears_nothing(tmp_path: Path)
     command = ("fuzz", "--time", "60s", "--target", "cache", "--workers", "1", "--out", "c")
     result = in_a_process(*command, cwd=tmp_path, before=limit)
     assert result.returncode == 2, result.stdout
-    assert "File too large" in result.stderr
+    assert re.search("No space left on device|File too large", result.stderr)
     assert len(result.stderr.strip().splitlines()) == 1
     store = Store(tmp_path / "c")
     assert 0 < store.journal(0).stat().st_size <= 30000
@@ -538,8 +549,8 @@ def test_a_run_that_takes_the_process_is_a_finding_and_passed_over(
     run = CampaignRun(
         *(store.folder, Campaign("s", (target,), 1), LocalExecutor()),
         shards=[0],
-        seconds=14.0,
-        stall_seconds=2.0,
+        seconds=20.0,
+        stall_seconds=5.0,
     )
     run.run()
     (finding, *_) = store.found()

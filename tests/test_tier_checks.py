@@ -8,20 +8,24 @@ on disk, for completed blocks and for suspended requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
+from kvproof.engine.engine import Engine
 from kvproof.engine.keys import block_key, root_key
 from kvproof.engine.metrics import SCHEDULER_METRICS
+from kvproof.engine.tiers.memory import NOBODYS
+from kvproof.fuzz.faults import fault_by_id
 from kvproof.invariants.checker import Checker
 from kvproof.invariants.checks import CHECKS
-from kvproof.invariants.checks.cap import Cap
 from kvproof.invariants.checks.prov import Prov
 from kvproof.invariants.checks.xfer import Xfer
 from kvproof.invariants.events import (
+    BlocksEvicted,
     Event,
     SlotsEvicted,
     SlotsReleased,
@@ -85,16 +89,7 @@ class SilentProv(Prov):
         pass
 
 
-class SilentCap(Cap):
-    """Predicts which blocks are to be copied, and says nothing."""
-
-    def fail(self, message: str, **where: Any) -> None:
-        pass
-
-
 LEANS_ON: dict[str, tuple[type[Check], ...]] = {
-    "ATOM": (SilentCap,),
-    "ORDER": (SilentCap,),
     "XFER": (SilentProv,),
     "VALID": (SilentXfer, SilentProv),
 }
@@ -125,10 +120,12 @@ class Lens:
 class Witness:
     """The engine, as it is told to a checker."""
 
-    def __init__(self, configuration: Configuration) -> None:
-        self.subject = EngineSubject(configuration)
+    def __init__(
+        self, configuration: Configuration, *, groups: int = 1, **semantics: object
+    ) -> None:
+        self.subject = EngineSubject(configuration, engine=partial(Engine, groups=groups))
         self.configuration = configuration
-        self.semantics = self.subject.semantics
+        self.semantics = replace(self.subject.semantics, **semantics)
         self.lens = Lens(self.subject.view())
 
     def view(self) -> Lens:
@@ -140,10 +137,12 @@ def found(
     *lies: Lie,
     checks: Sequence[type[Check]] = CHECKS,
     world: Configuration = WORLD,
+    interval: int = 1,
+    **semantics: Any,
 ) -> list[Violation]:
     """What the checks say of the run; they settle and audit after each operation."""
-    witness = Witness(world)
-    checker = Checker(witness, checks=checks, interval=1)  # type: ignore[arg-type]
+    witness = Witness(world, **semantics)
+    checker = Checker(witness, checks=checks, interval=interval)  # type: ignore[arg-type]
     for number, operation in enumerate(run):
         outcome = witness.subject.apply(operation)
         events: Sequence[Event] = list(witness.subject.drain_events())
@@ -403,11 +402,22 @@ row(
     change(TransferEnded, cause="error"),
     "(demote) ended failed (error), but it should have ended failed (crash)",
 )
+row(
+    "XFER",
+    [*SAVING, Cancel(), Restart()],
+    change(TransferEnded, result="failed", cause="crash"),
+    "(demote) ended failed (crash), but it should have ended cancelled",
+)
 row("XFER", [*STORING, prompt(1)], add(TransferEnded(0, "completed")), "was not about it")
 row("XFER", [*STORED, Notify()], add(TransferEnded(0, "completed")), "but it was not in flight")
 row("XFER", [*STORED, Notify()], add(evicted("host", 0, FIRST)), "changed state: 1 event(s)")
 row("XFER", [*STORED, Notify()], says(transfers=(3,)), "of 1 candidates it names transfer 0")
 row("XFER", [*AWAY[:-1], OUT], drop(TransferEnded), "transfer 0 should have ended completed")
+# … with the bytes that it moved
+OTHERS = shows(tier_content=lambda _: KEY)
+row("XFER", [*LEAVING, Complete()], OTHERS, "block 0 does not hold what row 0 of re", "host", 0)
+row("XFER", [*AWAY, Resume(0)], OTHERS, "block 2 does not hold what row 0 of request", "device", 2)
+row("XFER", [*AWAY, prompt(1, 1)], OTHERS, "does not hold any more what was swapped", "host", 0)
 
 # PIN
 row(
@@ -505,7 +515,16 @@ row(
     "device",
     1,
 )
+row(
+    "VALID",
+    [*READY, Finish(0), prompt(9)],
+    shows(tier_content=lambda true: KEY if true == FIRST else true),
+    "device block 1 is findable, but it holds other bytes",
+    "device",
+    1,
+)
 row("VALID", [*STORED, Finish(0), Reset()], drop(SlotsEvicted), "after a reset", "host", 0)
+row("VALID", [*STORED, Finish(0), Reset()], drop(BlocksEvicted), "block 1 is still f", "device", 1)
 row(
     "VALID",
     [*STORED, Finish(0), Evict(1, "host")],
@@ -554,6 +573,25 @@ row(
     "in block 1, which did not hold it",
     "disk",
     1,
+)
+
+ROTTEN = (*SAVED, Corrupt(file="index"), Restart())
+row("VALID", ROTTEN, change(TierReopened, damaged=[]), "is damaged, but counts as", "disk", 0)
+row(
+    "VALID",
+    [*SAVED, Restart()],
+    change(TierReopened, damaged=[1]),
+    "the entry of disk block 1 is said to be damaged: it is not",
+    "disk",
+    1,
+)
+row(
+    "VALID",
+    [*SAVING, Cancel(), Restart()],
+    change(TierReopened, slots=[0], keys=[FIRST]),
+    "in block 0, which did not hold it",
+    "disk",
+    0,
 )
 
 # ORDER
@@ -643,6 +681,7 @@ row("CAP", [*STORED, Withhold("host", 9)], says(count=9), "9 blocks are withheld
 row("CAP", [*STORED, Evict(9, "host")], says(count=1), "1 blocks were evicted, but it should be 2")
 row("CAP", [*SAVED, Finish(0), Reset()], says(count=2), "evicted, but it should be 6")
 row("CAP", [*STORING, Finish(0), Reset()], answers(DONE), "have been refused (blocks_in_use)")
+row("CAP", [*AWAY, Reset()], answers(DONE), "have been refused (blocks_in_use)")
 row(
     "CAP", [*SAVING, Restart()], says(transfers=()), "restart names 0 transfers, but it should be 1"
 )
@@ -674,6 +713,8 @@ FIGURED = (*BELOW, PROMOTE, prompt(9, wait=True))
 for name in SCHEDULER_METRICS:
     lie = shows(metrics=lambda true, name=name: {**true, name: true[name] + 1})
     row("MET", FIGURED, lie, f"{name} is exported as")
+spared = shows(metrics=lambda true: {**true, "corrupt_blocks": true["corrupt_blocks"] - 1})
+row("MET", ROTTEN, spared, "corrupt_blocks is exported as 0, but it is 1")
 
 
 @pytest.mark.parametrize(
@@ -751,6 +792,235 @@ def test_the_order_of_arc_is_demanded_on_each_tier_that_asks_for_it() -> None:
         violations = found(run, again, world=world, checks=[BY_ID["ORDER"]])
         assert {violation.property for violation in violations} == {"ORDER"}
         assert tier in {violation.tier for violation in violations}
+
+
+# -- what was computed before a reset --------------------------------------------------------------
+
+
+def test_what_was_suspended_before_a_reset_is_not_found_after_it() -> None:
+    run = [*AWAY, Reset(), Resume(0), Grow(0, 2), *STEP]
+    assert found(run) == []
+    with fault_by_id("reset-ignores-the-suspended").installed():
+        assert {violation.property for violation in found(run)} == {"CAP"}
+        (violation,) = found(run, checks=[SilentXfer, SilentProv, BY_ID["VALID"]])
+    assert (violation.property, violation.request, violation.op) == ("VALID", 0, len(run) - 1)
+    assert "but the request computed 6 of its tokens before the prefix" in violation.message
+
+
+def test_what_is_computed_anew_after_a_reset_may_be_found() -> None:
+    run = [prompt(6), *STEP, Preempt(0), Reset(), Resume(0), *STEP, Finish(0), prompt(6)]
+    assert found(run) == []
+    failed = [*LOADING, Fail(), Abort(0), Reset(), prompt(6), *STEP]
+    assert found(failed) == []
+
+
+def test_a_copy_that_was_under_way_at_a_reset_brings_nothing() -> None:
+    run = [*BELOW, PROMOTE, Reset(), Complete()]
+    assert found(run) == []
+    done = Lie(
+        outcome=lambda _: DONE,
+        events=lambda _: [SlotsEvicted("host", 0, [0, 1], [FIRST, SECOND], "reset")],
+        view={"tier_index": lambda _: {}},
+        at=-2,
+    )
+    (violation,) = found(run, done, checks=[SilentXfer, SilentProv, BY_ID["VALID"]])
+    assert (violation.tier, violation.block, violation.transfer) == ("device", 1, 1)
+    assert "of what was computed before the prefix cache was reset" in violation.message
+
+
+# -- what a promotion must not evict ---------------------------------------------------------------
+
+HALF = (*STORED, Finish(0), Evict(1))  # row 0 on the device, row 1 only on the host
+SMALL = replace(WORLD, blocks=3)
+
+
+def test_a_promotion_is_refused_before_it_evicts_its_own_prefix() -> None:
+    run = [*HALF, Withhold("device", 2), PROMOTE]
+    assert found(run, world=SMALL) == []
+    with fault_by_id("promotion-evicts-its-own-prefix").installed():
+        (violation,) = found(run, world=SMALL, checks=[BY_ID["CAP"]])
+    assert "promote was done, but it should have been refused (no_free_blo" in violation.message
+
+
+def test_a_promotion_evicts_the_next_block_that_it_does_not_extend() -> None:
+    run = [*HALF, prompt(8, 1), *STEP, Finish(0), PROMOTE]
+    assert found(run, world=SMALL) == []
+    with fault_by_id("promotion-evicts-its-own-prefix").installed():
+        (violation,) = found(run, world=SMALL, checks=[BY_ID["ORDER"]])
+    assert (violation.block, violation.op) == (1, len(run) - 1)
+    assert violation.message.endswith("was evicted for a copy of other blocks of the same prompt")
+    last = change(BlocksEvicted, blocks=lambda true: [5 - true[0]])
+    (violation,) = found(run, last, world=SMALL, checks=[BY_ID["ORDER"]])
+    assert "was released before it and never used since" in violation.message
+
+
+# -- what is really there --------------------------------------------------------------------------
+
+
+def test_a_swap_that_moves_nothing_or_in_another_order_is_seen_by_its_bytes_alone() -> None:
+    run = [*AWAY, Resume(0)]
+    assert found(run) == []
+    for fault, tier, op in (
+        ("swap-out-copies-nothing", "host", len(AWAY) - 1),
+        ("swap-in-reverses-the-blocks", "device", len(run) - 1),
+    ):
+        with fault_by_id(fault).installed():
+            (violation,) = found(run)
+        assert (violation.property, violation.tier, violation.op) == ("XFER", tier, op)
+
+
+def test_bytes_are_compared_with_suspension_only_and_without_a_prefix_cache() -> None:
+    for world in (
+        Configuration(blocks=8, host_blocks=3),
+        Configuration(blocks=8, host_blocks=3, prefix_caching=False),
+    ):
+        for fault in ("swap-out-copies-nothing", "swap-in-reverses-the-blocks"):
+            assert found([*AWAY, Resume(0)], world=world) == []
+            with fault_by_id(fault).installed():
+                assert {v.property for v in found([*AWAY, Resume(0)], world=world)} == {"XFER"}
+
+
+def test_what_a_void_step_wrote_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = [prompt(5), Launch(), Abort(0), Retire(), prompt(5), *STEP, prompt(5)]
+    assert found(run) == []
+    monkeypatch.setattr(Engine, "_apply_result", lambda *arguments: None)
+    witness = Witness(WORLD)
+    for operation in run[:4]:
+        witness.subject.apply(operation)
+    assert witness.lens.tier_content("device", 0, 1) == NOBODYS
+
+
+def test_a_hit_is_looked_into_at_once() -> None:
+    run = [*READY, Finish(0), prompt(9)]
+    other = shows(tier_content=lambda _: KEY)
+    checks: list[type[Check]] = [SilentXfer, SilentProv, BY_ID["VALID"]]
+    (violation,) = found(run, other, checks=checks, interval=0)
+    assert (violation.block, violation.op) == (1, len(run) - 1)
+
+
+# -- several groups --------------------------------------------------------------------------------
+
+
+def test_a_load_that_fails_in_one_group_leaves_the_request_loading_until_the_other_ends() -> None:
+    for fails, then in ((Fail(), Complete()), (Fail(1), Complete()), (Fail(), Fail())):
+        run = [*LOADING, fails, Grow(0), Launch(), then, Grow(0), *STEP]
+        assert found(run, groups=2) == []
+        lie = stands(0, "running")
+        (violation, *_) = found(run[: len(LOADING) + 1], lie, groups=2, checks=[BY_ID["LIFE"]])
+        assert "request 0 is running, not loading" in violation.message
+        told = change(TransferEnded, result="completed")
+        done = run[: len(LOADING) + 4]
+        (violation, *_) = found(done, told, groups=2, checks=[SilentProv, Xfer])
+        assert "but it should have ended cancelled" in violation.message
+
+
+def test_a_look_up_asks_the_groups_that_lack_the_row() -> None:
+    lost_in_one = (*STORED, Complete(), Finish(0), Evict(9), PROMOTE, Complete(0), prompt(9))
+    assert found(lost_in_one, groups=2) == []
+    lie = says(lookup="miss")
+    violations = found(lost_in_one, lie, groups=2, checks=[BY_ID["CAP"]])
+    assert "are said to answer 'miss', but it should be 'hit_pending'" in violations[0].message
+
+
+# -- what a subject declares -----------------------------------------------------------------------
+
+NOTHING = Outcome("refused", "nothing_to_move")
+NOT_AWAY = Lie(
+    outcome=lambda _: Outcome("refused", "no_host_blocks", 0),
+    events=lambda _: [],
+    view={"standing": lambda _: ("running", 6, 6, (2,))},
+)
+
+
+@pytest.mark.parametrize(
+    ("run", "lie"),
+    [
+        (STORING, answers(NOTHING)),
+        ([*BELOW, PROMOTE], answers(NOTHING)),
+        ([*BELOW, PROMOTE], says(lookup="miss")),
+        ([*BELOW, prompt(9)], says(lookup="miss")),
+        ([*READY, Offload(blocks=1)], says(count=3)),
+        (AWAY, NOT_AWAY),
+        ([*STORED, Evict(9, "host")], says(count=1)),
+    ],
+)
+def test_a_subject_may_choose_for_itself_what_it_copies(run: Sequence[Operation], lie: Lie) -> None:
+    checks = [BY_ID["CAP"]]
+    assert {violation.property for violation in found(run, lie, checks=checks)} == {"CAP"}
+    assert found(run, lie, checks=checks, exact_tiers=False) == []
+
+
+def test_what_it_copies_must_still_be_right() -> None:
+    lie = change(TransferStarted, sources=[1, 3])
+    violations = found(STORING, lie, exact_tiers=False)
+    assert "XFER" in {violation.property for violation in violations}
+
+
+def test_a_subject_may_lose_its_disk_in_a_restart_if_it_says_so() -> None:
+    run = [*LOWEST, Restart()]
+    lie = Lie(
+        events=change(TierReopened, slots=[0], keys=[FIRST]).events,
+        view={"tier_index": lambda true: {key: true[key] for key in true if key != SECOND}},
+    )
+    checks: list[type[Check]] = [SilentXfer, SilentProv, BY_ID["VALID"]]
+    (violation,) = found(run, lie, checks=checks)
+    assert violation.message == "disk block 1 was wholly written, but is lost by a restart"
+    assert found(run, lie, checks=checks, disk_survives=False) == []
+
+
+@pytest.mark.parametrize(("tier", "run"), [("host", BELOW), ("disk", LOWEST)])
+def test_a_subject_may_evict_in_any_order_on_a_tier_that_it_names(
+    tier: Any, run: Sequence[Operation]
+) -> None:
+    turned = shows(victims=lambda true: true[::-1])
+    for operation, lie in ((Evict(1, tier), change(SlotsEvicted, slots=[0], keys=[FIRST])),):
+        for untrue in (lie, turned):
+            runs = [*run, operation] if untrue is lie else list(run)
+            (violation, *_) = found(runs, untrue, checks=[BY_ID["ORDER"]])
+            assert violation.tier == tier
+            silent = {f"{tier}_order": "any"}
+            assert found(runs, untrue, checks=[BY_ID["ORDER"]], **silent) == []
+
+
+def test_an_order_of_ones_own_on_the_device_excuses_no_other_tier() -> None:
+    turned = shows(victims=lambda true: true[::-1], free_blocks=lambda true: true[::-1])
+    violations = found([*STORED, Finish(0)], turned, eviction_order="any", checks=[BY_ID["ORDER"]])
+    assert {violation.tier for violation in violations} == {"host"}
+
+
+def test_a_subject_may_not_know_what_its_blocks_really_hold() -> None:
+    for run in (STORED, [*READY, Finish(0), prompt(9)], [*AWAY, Resume(0)]):
+        other = shows(tier_content=lambda _: KEY)
+        assert found(run, other) != []
+        assert found(run, other, tier_bytes=False) == []
+
+
+# -- how it is reported ----------------------------------------------------------------------------
+
+
+def test_what_two_looks_see_is_reported_once() -> None:
+    violations = found(STORING, shows(free_tier_count=add_to(1)), checks=[BY_ID["CONS"]])
+    assert len(violations) == len(set(violations)) == 2
+    assert {violation.tier for violation in violations} == {"host", "disk"}
+
+
+def test_a_miscount_of_slots_names_the_slot_and_the_latest_transfer() -> None:
+    lie = shows(free_tier_count=add_to(1), tier_pins=put(1, 0))
+    violations = found(STORING, lie, checks=[BY_ID["CONS"]])
+    assert ("host", 1, 0) in {(v.tier, v.block, v.transfer) for v in violations}
+
+
+def test_a_wrong_victim_by_arc_is_told_with_its_lists() -> None:
+    world = replace(WORLD, device_eviction="arc", host_eviction="arc")
+    run = [*STORED, Finish(0), prompt(5, 1), *STEP, Finish(0), prompt(5, 1), Finish(0)]
+    lists = "of those evicted lately it remembers keys []"
+    for lie in (shows(free_blocks=lambda true: true[::-1]), shows(victims=lambda v: v[::-1])):
+        violations = found(run, lie, world=world, checks=[BY_ID["ORDER"]])
+        assert any(lists in violation.message for violation in violations)
+    ghost = [*run, Evict(1), Evict(1, "host")]
+    lie = change(SlotsEvicted, slots=[0], keys=[FIRST])
+    violations = found(ghost, lie, world=world, checks=[BY_ID["ORDER"]])
+    assert any("blocks [1, 0] were used once, [] again" in v.message for v in violations)
 
 
 def test_every_check_of_transfers_has_lies_to_see() -> None:

@@ -198,6 +198,8 @@ class CampaignRun:
         return path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
 
     def _pass_over(self, shard: int, seed: str, property: str, why: str) -> None:
+        if not seed:  # it was not at any
+            return
         self._watched[shard].deaths = 0
         journal = Journal(self._store.passed_over(shard))
         journal.append([PassedOver(seed, why)])

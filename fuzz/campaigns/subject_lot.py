@@ -16,10 +16,10 @@ from kvproof.fuzz.search import (
     Failure,
     Found,
     abilities,
-    done_twice,
     found,
     perform_run,
     run_once,
+    run_twice,
 )
 from kvproof.fuzz.swarm import Draw
 from kvproof.invariants.case import Case
@@ -85,13 +85,14 @@ class SubjectLot(Lot):
     def _run(self, draw: Draw) -> Failure | None:
         progress, corpus = self.progress, self._corpus
         lot = crc32(draw.seed.encode())
-        is_watched = lot % WATCHED_EVERY == 0
-        perform = corpus.watch.perform if is_watched else perform_run
+        is_watched, is_done_twice = lot % WATCHED_EVERY == 0, lot % DONE_TWICE_EVERY == 1
         try:
-            failure = run_once(self._factory, draw, progress.totals, perform)
-            if failure is None and lot // WATCHED_EVERY % DONE_TWICE_EVERY == 0:
+            if is_done_twice:
+                failure = run_twice(self._factory, draw, progress.totals)
                 progress.done_twice += 1
-                failure = done_twice(self._factory, draw)
+            else:
+                perform = corpus.watch.perform if is_watched else perform_run
+                failure = run_once(self._factory, draw, progress.totals, perform)
         except (Exception, SystemExit) as error:  # a subject that cannot even be made
             progress.totals.problems.append(f"run {draw.seed}: {type(error).__name__}: {error}")
             return None

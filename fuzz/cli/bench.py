@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from kvproof.fuzz.bench.campaign import CampaignBench, bench_campaign
 from kvproof.fuzz.bench.engine import EngineBench, bench_engine
 from kvproof.fuzz.bench.machine import MachineBench, bench_machine
 from kvproof.fuzz.bench.scheduler import SchedulerBench, bench_scheduler
@@ -61,7 +62,26 @@ def scheduler(rounds: RoundsOption = 5, as_json: JsonOption = False) -> None:
     _show(result)
 
 
-def _fields(result: EngineBench | MachineBench | SchedulerBench) -> dict[str, object]:
+@app.command("campaign")
+def campaign(rounds: RoundsOption = 5, as_json: JsonOption = False) -> None:
+    """Operations a second of a campaign, beside the Hypothesis machine; of two workers beside one.
+
+    Half a minute a round.  Two workers want two idle cores.
+
+    Example: [bold]kvproof bench campaign --json[/]
+    """
+    with progress_bar("rounds", rounds) as bar:
+        result = bench_campaign(rounds, lambda done: bar.update(done, ""))
+    if as_json:
+        print_json(_fields(result))
+        return
+    _show(result)
+
+
+AnyBench = EngineBench | MachineBench | SchedulerBench | CampaignBench
+
+
+def _fields(result: AnyBench) -> dict[str, object]:
     fields: dict[str, object] = msgspec.to_builtins(result)
     fields["results"] = [
         {**msgspec.to_builtins(m), "ops_per_second": m.ops_per_second} for m in result.results
@@ -69,7 +89,7 @@ def _fields(result: EngineBench | MachineBench | SchedulerBench) -> dict[str, ob
     return fields
 
 
-def _show(result: EngineBench | MachineBench | SchedulerBench) -> None:
+def _show(result: AnyBench) -> None:
     rows = [(m.name, m.ops, m.ops_per_second, m.seconds / m.ops * 1e6) for m in result.results]
     table("Operations", ("variant", "operations", "per second", "µs each"), rows)
     for name, ratio in result.ratios.items():

@@ -6,7 +6,9 @@ import os
 import re
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from shlex import quote
@@ -21,7 +23,7 @@ from kvproof.fuzz.campaigns.known import entry_of, mark_known, mended, read_ledg
 from kvproof.fuzz.campaigns.records import Campaign, CodeCoverage
 from kvproof.fuzz.campaigns.run import CampaignRun, Standing
 from kvproof.fuzz.campaigns.store import Store
-from kvproof.fuzz.campaigns.targets import FAMILIES, chosen_targets, has_kernels
+from kvproof.fuzz.campaigns.targets import FAMILIES, KERNELS, chosen_targets, has_kernels
 from kvproof.fuzz.cli.output import (
     JsonOption,
     SeedOption,
@@ -53,7 +55,9 @@ def fuzz(
     ] = "60s",
     workers: Annotated[
         int | None,
-        typer.Option(min=1, max=1024, help="Processes, one a core.", show_default="all cores"),
+        typer.Option(
+            min=1, max=1024, help="Processes, one a core.", show_default="all cores, or Ray's"
+        ),
     ] = None,
     out: Annotated[
         Path, typer.Option(help="Folder of the campaign; one that is there goes on.")
@@ -81,6 +85,13 @@ def fuzz(
             metavar="I/N",
             help="Run only shard I of N, from 0: for machines that cannot see each other.  Give "
             "all of them the same --seed.",
+        ),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|HOST:PORT",
+            help="Spread the workers over a Ray cluster: one a GPU, or a CPU, of it.",
         ),
     ] = None,
     known: Annotated[
@@ -124,12 +135,14 @@ def fuzz(
         _regress(out, [*(subject or ()), *(policy or ())], coverage, as_json)
     writable_folder(out)
     there = Store(out).campaign()
-    shards, of = _shards(shard, workers, there)
+    targets = chosen_targets(target or (), subject or (), policy or (), fault)
+    if ray is not None and shard is not None:
+        raise InputError("--shard is for machines that cannot see each other: leave out --ray")
+    cluster = _cluster(ray, any(own.subject == KERNELS for own in targets)) if ray else None
+    cores = cluster.workers if cluster else os.cpu_count() or 1
+    shards, of = _shards(shard, workers, there, cores)
     campaign = Campaign(
-        there.seed if there and seed is None else fresh_seed(seed),
-        chosen_targets(target or (), subject or (), policy or (), fault),
-        of,
-        fault,
+        there.seed if there and seed is None else fresh_seed(seed), targets, of, fault
     )
     ledger = read_ledger(known)
     notes = mended(ledger, [own.subject for own in campaign.targets])
@@ -139,8 +152,10 @@ def fuzz(
     if not as_json:
         is_all = not (target or subject or policy)
         _say_what(campaign, shards, out, lacks_kernels=is_all and not has_kernels())
-    run = CampaignRun(out, campaign, LocalExecutor(), shards=shards, seconds=seconds, known=known)
-    with progress_bar("fuzzing", seconds) as bar, _interruptible():
+    executor = cluster.executor(of) if cluster else LocalExecutor()
+    run = CampaignRun(out, campaign, executor, shards=shards, seconds=seconds, known=known)
+    joined = cluster.joined() if cluster else nullcontext()
+    with progress_bar("fuzzing", seconds) as bar, joined, _interruptible():
         run.run(lambda standing: bar.update(run.elapsed(), _words(standing)))
     summary = summarise([out])
     verdict = merge(summary.verdict, "fail" if notes else "pass")
@@ -159,12 +174,20 @@ def seconds_of(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
+def _cluster(address: str, uses_gpus: bool) -> Any:
+    """The Ray cluster there; Ray itself is a large package that may not be installed."""
+    if find_spec("ray") is None:
+        raise InputError("--ray: Ray is not installed: pip install 'kvproof[ray]'")
+    executor = import_module("kvproof.fuzz.campaigns.ray_executor")
+    return executor.connect(address, uses_gpus=uses_gpus)
+
+
 def _shards(
-    shard: str | None, workers: int | None, there: Campaign | None
+    shard: str | None, workers: int | None, there: Campaign | None, cores: int
 ) -> tuple[Sequence[int], int]:
     """The shards to run here, and how many there are."""
     if shard is None:
-        count = workers or (there.shards if there else os.cpu_count() or 1)
+        count = workers or (there.shards if there else cores)
         return range(count), count
     match = _SHARD.fullmatch(shard)
     if match is None or not int(match[1]) < int(match[2]) <= 1 << 16:

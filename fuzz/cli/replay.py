@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 from typing import Annotated
 
 import typer
+from msgspec.structs import replace
 
 from kvproof.fuzz.cli.output import (
     JsonOption,
@@ -19,10 +21,14 @@ from kvproof.fuzz.cli.output import (
 )
 from kvproof.fuzz.replay import Replay
 from kvproof.fuzz.replay import replay as replay_case
+from kvproof.fuzz.search import DETERMINISM
 from kvproof.fuzz.shrink import shrink as shrink_case
 from kvproof.invariants.case import Case, dump_case, load_case, save_case
 from kvproof.invariants.errors import InputError
-from kvproof.invariants.story import explain
+from kvproof.invariants.events import Event
+from kvproof.invariants.operations import kind_of
+from kvproof.invariants.story import Moment, explain
+from kvproof.invariants.verdict import Violation
 from kvproof.stateful_tests.subjects import is_kvproofs_own
 
 SubjectOption = Annotated[
@@ -49,7 +55,7 @@ def replay(
     Example: [bold]kvproof replay kvproof-findings/cons_1a2b3c4d.json --log[/]
     """
     case = load_case(case_file)
-    result = replay_case(case, record=True, imports=_allows(case, subject))
+    result = _performed(case, _allows(case, subject))
     if as_json:
         print_json(
             {
@@ -67,14 +73,7 @@ def replay(
         )
         finish(result.verdict)
     if log:
-        for moment in result.moments:
-            console.print(
-                f"{moment.op:5} {moment.operation} → {moment.outcome.status} "
-                f"{moment.outcome.reason or ''}",
-                markup=False,
-            )
-            for event in moment.events:
-                console.print(f"          {event}", markup=False)
+        _print_log(result.moments)
     for index in range(len(result.violations)):
         console.print(_explain(case, result, index), markup=False)
     show_verdict(result.verdict, f"{result.ops} operations, digest {result.digest}")
@@ -83,6 +82,53 @@ def replay(
     if case.violates and case.violates not in [v.property for v in result.violations]:
         console.print(f"  The case was written for a violation of {case.violates}: not seen here.")
     finish(result.verdict)
+
+
+def _performed(case: Case, imports: bool) -> Replay:
+    """The case done again; twice, and compared, if that is how it failed."""
+    first = replay_case(case, record=True, imports=imports)
+    if case.violates != DETERMINISM or first.verdict == "fail":
+        return first
+    second = replay_case(case, record=True, imports=imports)
+    if first.digest == second.digest:
+        return first
+    pairs = enumerate(zip(first.moments, second.moments, strict=False))
+    op = next((op for op, (one, other) in pairs if one != other), len(second.moments) - 1)
+    message = (
+        f"the case, done in two fresh subjects, gave different results at operation {op}, "
+        f"{kind_of(case.operations[op])}: the subject, or its policy, is not deterministic"
+    )
+    return replace(second, verdict="fail", violations=[Violation(DETERMINISM, message, op=op)])
+
+
+def _print_log(moments: Sequence[Moment]) -> None:
+    """What was asked, what was answered, and each event.
+
+    ``request=k`` and ``transfer=k`` are places among those that the operation may be about: whom it
+    was about, the answer says.
+    """
+    for moment in moments:
+        outcome = moment.outcome
+        about = [] if outcome.request is None else [f"request {outcome.request}"]
+        about += [f"transfer {number}" for number in outcome.transfers]
+        words = " ".join(filter(None, [outcome.status, outcome.reason, ", ".join(about)]))
+        console.print(f"{moment.op:5} {moment.operation} → {words}", markup=False)
+        for event in moment.events:
+            console.print(f"          {_shown(event)}", markup=False)
+
+
+def _shown(event: Event) -> str:
+    """An event, with keys by their first digits."""
+    fields = [f"{name}={_short(getattr(event, name))}" for name in event.__struct_fields__]
+    return f"{type(event).__name__}({', '.join(fields)})"
+
+
+def _short(value: object) -> str:
+    if isinstance(value, bytes):
+        return f"{value.hex()[:12]}…"
+    if isinstance(value, list | tuple) and any(isinstance(part, bytes) for part in value):
+        return f"[{', '.join(map(_short, value))}]"
+    return repr(value)
 
 
 def _allows(case: Case, subject: str | None) -> bool:

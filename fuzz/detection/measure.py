@@ -24,7 +24,7 @@ from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.subjects import subject_factory
 from kvproof.stateful_tests.totals import Totals
 
-_WARM_UP = ("finish-forgets-its-table", "what-never-fits-is-accepted")
+_WARM_UP = ("finish-forgets-its-table", "finished-request-keeps-its-blocks")
 """A fault of each floor: what is imported or built at the first search is not to be timed."""
 
 
@@ -85,7 +85,7 @@ def warm_up(drivers: Iterable[str], subjects: Iterable[str]) -> None:
         subject_factory(subject)(Configuration())
     for driver in drivers:
         for fault in map(fault_by_id, _WARM_UP):
-            _search(fault, driver, "warm-up", seconds=5.0)
+            _search(fault, driver, "warm-up", seconds=1.0)
 
 
 def measure(task: Task) -> Row:

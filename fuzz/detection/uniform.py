@@ -28,7 +28,7 @@ WORLD = Configuration(
     host_blocks=8,
     disk_blocks=4,
     offload="both",
-    scheduling=Limits(token_budget=16, max_model_tokens=64),
+    scheduling=Limits(token_budget=16, max_model_tokens=96),
 )
 """With all there is, so that no fault is out of reach."""
 LENGTH = 50

@@ -491,7 +491,7 @@ def reset_ignores_the_suspended(original: Replacement, self: Engine) -> Outcome:
     "_prefix_on_device",
     property="ORDER",
     source="B57, LMCache/LMCache#4867",
-    shortest=9,
+    shortest=8,
     also=("CAP",),
 )
 def promotion_evicts_its_own_prefix(

@@ -105,6 +105,31 @@ def check_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) 
     check_dtypes(q, k_cache, v_cache)
 
 
+def check_call(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_starts: torch.Tensor | None,
+    lengths: torch.Tensor,
+    features: Features,
+    k_scale: Scale,
+    v_scale: Scale,
+) -> None:
+    """All that a launcher is given but its tiling; no ``query_starts``: a query per sequence."""
+    check_caches(q, k_cache, v_cache)
+    tokens, heads, _ = q.shape
+    blocks, block_size, kv_heads, _ = k_cache.shape
+    check_table(block_table, lengths, tokens if query_starts is None else lengths.numel())
+    if query_starts is not None:
+        check_query_starts(query_starts, lengths, tokens)
+    features.check(heads)
+    queries = 1 if query_starts is None else query_starts.diff()
+    check_contents(block_table, lengths, queries, features.window, blocks, block_size)
+    check_scales(k_cache, kv_heads, k_scale=k_scale, v_scale=v_scale)
+    same_device(q, k_cache, block_table, query_starts, features.sinks, features.alibi)
+
+
 def check_dtypes(q: torch.Tensor, *caches: torch.Tensor) -> None:
     """The cache has the dtype of the query, or a float8; all lie on one device."""
     require(q.dtype in QUERY_DTYPES, f"q must be float32, float16 or bfloat16, not {q.dtype}")

@@ -17,11 +17,8 @@ from kvproof.kernels.attention.arguments import (
     Attention,
     Features,
     Scale,
-    check_caches,
-    check_contents,
+    check_call,
     check_result,
-    check_scales,
-    check_table,
     new_result,
     power_of_two,
     require,
@@ -330,6 +327,40 @@ def decode_workspace(
     return Workspace(out, torch.empty(rows, dtype=torch.float32, device=q.device))
 
 
+def check_workspace(
+    workspace: Workspace,
+    q: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    window: int,
+    split_size: int,
+) -> None:
+    """A workspace that the caller brings has room for every split; it may have more."""
+    require(split_size > 0, "a workspace is given, but split_size is 0: there are no splits")
+    splits = split_count(block_table.shape[1] * v_cache.shape[1], window, split_size)
+    given = workspace.out.shape[2] if workspace.out.dim() == 4 else 0
+    rows = (q.shape[0], q.shape[1], given)
+    require(
+        given >= splits
+        and tuple(workspace.out.shape) == (*rows, v_cache.shape[3])
+        and tuple(workspace.lse.shape) == rows
+        and workspace.out.dtype == workspace.lse.dtype == torch.float32,
+        f"workspace must be float32 [{q.shape[0]}, {q.shape[1]}, {splits}, {v_cache.shape[3]}] "
+        f"and [{q.shape[0]}, {q.shape[1]}, {splits}], not {list(workspace.out.shape)} and "
+        f"{list(workspace.lse.shape)}",
+    )
+    same_device(q, *workspace)
+
+
+def strides_by_split(out: torch.Tensor, lse: torch.Tensor) -> tuple[int, ...]:
+    """Of batch, head, split and dimension of ``out``, and of batch, head and split of ``lse``.
+
+    The stride of the split is 0 where these are no partial results but the result itself.
+    """
+    split = (out.stride(2), lse.stride(2)) if out.dim() == 4 else (0, 0)
+    return (*out.stride()[:2], split[0], out.stride(-1), *lse.stride()[:2], split[1])
+
+
 def paged_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -374,14 +405,9 @@ def paged_decode(
         ValueError: an argument is not as said above.
     """
     features = Features(scale, window, softcap, sinks, alibi)
-    check_caches(q, k_cache, v_cache)
+    check_call(q, k_cache, v_cache, block_table, None, lengths, features, k_scale, v_scale)
     batch, heads, head_size = q.shape
-    blocks, block_size, kv_heads, value_size = v_cache.shape
-    check_table(block_table, lengths, batch)
-    features.check(heads)
-    check_contents(block_table, lengths, 1, window, blocks, block_size)
-    check_scales(k_cache, kv_heads, k_scale=k_scale, v_scale=v_scale)
-    same_device(q, k_cache, block_table, sinks, alibi)
+    _, block_size, kv_heads, value_size = v_cache.shape
     dims, values = power_of_two(head_size), power_of_two(value_size)
     keys = key_tile(q, max(dims, values)) if tile_keys is None else tile_keys
     check_tiling(keys, split_size)
@@ -390,18 +416,17 @@ def paged_decode(
     check_result(result, (batch, heads, value_size), q)
     if workspace is None:
         workspace = decode_workspace(q, v_cache, block_table, window=window, split_size=split_size)
-    is_split = workspace is not None
-    out, lse = (workspace.out, workspace.lse) if workspace is not None else result
-    splits = out.shape[2] if is_split else 1
-    if not is_split:
-        split_size = max(1, block_table.shape[1] * block_size)
+    else:
+        check_workspace(workspace, q, v_cache, block_table, window, split_size)
     if batch == 0:
         return result
 
+    out, lse = result if workspace is None else workspace
     group = heads // kv_heads
     rows = min(64, power_of_two(group))
     k_scales = scale_tensor(k_scale, kv_heads, q.device)
     v_scales = scale_tensor(v_scale, kv_heads, q.device)
+    splits = 1 if workspace is None else out.shape[2]
     decode_kernel[(kv_heads * -(-group // rows), splits, batch)](
         out,
         lse,
@@ -417,14 +442,8 @@ def paged_decode(
         features.factor,
         softcap,
         window,
-        split_size,
-        out.stride(0),
-        out.stride(1),
-        out.stride(2) if is_split else 0,
-        out.stride(-1),
-        lse.stride(0),
-        lse.stride(1),
-        lse.stride(2) if is_split else 0,
+        max(1, block_table.shape[1] * block_size) if workspace is None else split_size,
+        *strides_by_split(out, lse),
         *q.stride(),
         *k_cache.stride(),
         *v_cache.stride(),
@@ -439,7 +458,7 @@ def paged_decode(
         TILE_VALUES=values,
         HAS_SOFTCAP=softcap > 0,
         HAS_WINDOW=window > 0,
-        IS_SPLIT=is_split,
+        IS_SPLIT=workspace is not None,
         num_warps=4,
         num_stages=pipeline_stages(),
     )

@@ -30,8 +30,10 @@ from kvproof.kernels.attention.decode import (
     DEFAULT_SPLIT,
     Workspace,
     check_tiling,
+    check_workspace,
     decode_workspace,
     merge_splits,
+    strides_by_split,
 )
 from kvproof.kernels.attention.softmax import LN2, advance, normalised, scores
 from kvproof.kernels.attention.targets import ROOMY, pipeline_stages, shared_memory
@@ -229,6 +231,8 @@ def mla_decode(
     values = as_value_cache(cache, latent_size)
     if workspace is None:
         workspace = decode_workspace(q, values, block_table, split_size=split_size)
+    else:
+        check_workspace(workspace, q, values, block_table, 0, split_size)
     out, lse = result if workspace is None else workspace
     if batch == 0:
         return result
@@ -243,13 +247,7 @@ def mla_decode(
         features.factor,
         max(1, block_table.shape[1] * block_size) if workspace is None else split_size,
         heads,
-        out.stride(0),
-        out.stride(1),
-        0 if workspace is None else out.stride(2),
-        out.stride(-1),
-        lse.stride(0),
-        lse.stride(1),
-        0 if workspace is None else lse.stride(2),
+        *strides_by_split(out, lse),
         *q.stride(),
         *cache.stride(),
         block_table.stride(0),

@@ -16,16 +16,11 @@ from kvproof.kernels.attention.arguments import (
     Attention,
     Features,
     Scale,
-    check_caches,
-    check_contents,
-    check_query_starts,
+    check_call,
     check_result,
-    check_scales,
-    check_table,
     new_result,
     power_of_two,
     require,
-    same_device,
     scale_tensor,
     table_strides,
 )
@@ -208,6 +203,19 @@ def default_tile(q: torch.Tensor, widest: int) -> tuple[int, int, int]:
     return (64, 32, stages) if widest <= 128 else (32, 32, 2)
 
 
+def tiling(
+    q: torch.Tensor, widest: int, group: int, rows: int | None, keys: int | None
+) -> tuple[int, int, int]:
+    """Rows and keys per tile, as asked for or by default, and stages of the loop."""
+    default_rows, default_keys, stages = default_tile(q, widest)
+    rows = max(default_rows, power_of_two(group)) if rows is None else rows
+    keys = default_keys if keys is None else keys
+    for name, size in (("tile_rows", rows), ("tile_keys", keys)):
+        require(size >= 16 and size & (size - 1) == 0, f"{name} must be 16, 32, ..., not {size}")
+    require(rows >= group, f"tile_rows is {rows}, but {group} query heads share a KV head")
+    return rows, keys, stages
+
+
 def paged_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -249,24 +257,12 @@ def paged_attention(
         ValueError: an argument is not as said above.
     """
     features = Features(scale, window, softcap, sinks, alibi)
-    check_caches(q, k_cache, v_cache)
+    check_call(q, k_cache, v_cache, block_table, query_starts, lengths, features, k_scale, v_scale)
     tokens, heads, head_size = q.shape
-    blocks, block_size, kv_heads, value_size = v_cache.shape
-    sequences = lengths.shape[0]
-    check_table(block_table, lengths, sequences)
-    check_query_starts(query_starts, lengths, tokens)
-    features.check(heads)
-    check_contents(block_table, lengths, query_starts.diff(), window, blocks, block_size)
-    check_scales(k_cache, kv_heads, k_scale=k_scale, v_scale=v_scale)
-    same_device(q, k_cache, block_table, query_starts, sinks, alibi)
+    _, block_size, kv_heads, value_size = v_cache.shape
     dims, values = power_of_two(head_size), power_of_two(value_size)
     group = heads // kv_heads
-    by_default = default_tile(q, max(dims, values))
-    rows = max(by_default[0], power_of_two(group)) if tile_rows is None else tile_rows
-    keys = by_default[1] if tile_keys is None else tile_keys
-    for name, size in (("tile_rows", rows), ("tile_keys", keys)):
-        require(size >= 16 and size & (size - 1) == 0, f"{name} must be 16, 32, ..., not {size}")
-    require(rows >= group, f"tile_rows is {rows}, but {group} query heads share a KV head")
+    tile_rows, tile_keys, stages = tiling(q, max(dims, values), group, tile_rows, tile_keys)
 
     result = new_result(q, value_size) if result is None else result
     check_result(result, (tokens, heads, value_size), q)
@@ -274,7 +270,8 @@ def paged_attention(
         return result
     k_scales = scale_tensor(k_scale, kv_heads, q.device)
     v_scales = scale_tensor(v_scale, kv_heads, q.device)
-    unified_kernel[(kv_heads, tokens // (rows // group) + sequences)](
+    sequences = lengths.shape[0]
+    unified_kernel[(kv_heads, tokens // (tile_rows // group) + sequences)](
         *result,
         q,
         k_cache,
@@ -300,13 +297,13 @@ def paged_attention(
         GROUP=group,
         HEAD_SIZE=head_size,
         VALUE_SIZE=value_size,
-        TILE_ROWS=rows,
-        TILE_KEYS=keys,
+        TILE_ROWS=tile_rows,
+        TILE_KEYS=tile_keys,
         TILE_DIMS=dims,
         TILE_VALUES=values,
         HAS_SOFTCAP=softcap > 0,
         HAS_WINDOW=window > 0,
-        num_warps=8 if rows >= 64 and not is_amd() else 4,
-        num_stages=by_default[2],
+        num_warps=8 if tile_rows >= 64 and not is_amd() else 4,
+        num_stages=stages,
     )
     return result

@@ -34,6 +34,7 @@ _NOT_KERNELS = (
     str(Path(np.__file__).parent),
     str(Path(__file__).parent),
     str(Path(__file__).parent.parent / "shims.py"),
+    str(Path(__file__).parent.parent / "speed.py"),
 )
 """Frames of these files stand between a kernel's line and the sanitizer."""
 

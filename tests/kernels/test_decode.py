@@ -11,7 +11,12 @@ import torch
 
 from kvproof.kernels.attention import decode
 from kvproof.kernels.attention.arguments import Attention
-from kvproof.kernels.attention.decode import decode_workspace, paged_decode, split_count
+from kvproof.kernels.attention.decode import (
+    Workspace,
+    decode_workspace,
+    paged_decode,
+    split_count,
+)
 from kvproof.kernels.bounds import OutOfBound, hold_to_bound
 from kvproof.kernels.cases import BLOCK_SIZES, HEAD_SIZES, Case, build
 from kvproof.kernels.checks import Plan, matches_reference
@@ -104,6 +109,15 @@ def test_a_workspace_and_a_result_can_be_brought_along(device: str) -> None:
         same_bits("reused workspace", fresh, result)
 
 
+def test_a_workspace_may_have_room_for_more_splits(device: str) -> None:
+    """As one that is allocated once for the longest sequence that will be served."""
+    problem = build(replace(BASE, split_size=16), device)
+    larger = Workspace(
+        *(torch.full(s, torch.nan, device=device) for s in ((3, 4, 7, 16), (3, 4, 7)))
+    )
+    same_bits("larger workspace", attend(problem), attend(problem, workspace=larger))
+
+
 def test_a_result_of_other_strides_is_written_right(device: str) -> None:
     problem = build(BASE, device)
     fresh = attend(problem)
@@ -191,6 +205,10 @@ def arguments() -> dict[str, Any]:
     }
 
 
+def room(*shape: int) -> Workspace:
+    return Workspace(torch.zeros(shape), torch.zeros(shape[:3]))
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(2, 64)}, "q must be"),
     ({"q": torch.zeros(2, 3, 16)}, "3 query heads cannot share 2 KV heads"),
@@ -223,6 +241,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"split_size": -16}, "split_size must be a multiple"),
     ({"result": Attention(torch.zeros(2, 4, 15), torch.zeros(2, 4))}, "result.out must be"),
     ({"result": Attention(torch.zeros(2, 4, 16), torch.zeros(2, 4).half())}, "result.lse must be"),
+    ({"workspace": room(2, 4, 1, 16)}, "a workspace is given, but split_size is 0"),
+    (
+        {"workspace": room(2, 4, 1, 15), "split_size": 16},
+        r"workspace must be float32 \[2, 4, 1, 16\] and \[2, 4, 1\], not \[2, 4, 1, 15\]",
+    ),
+    ({"workspace": room(1, 4, 1, 16), "split_size": 16}, r"not \[1, 4, 1, 16\] and \[1, 4, 1\]"),
+    ({"workspace": room(2, 4, 0, 16), "split_size": 16}, r"not \[2, 4, 0, 16\] and \[2, 4, 0\]"),
+    ({"lengths": torch.tensor(9)}, r"lengths must be \[2\], not \[\]"),
 ]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvproof.kernels.attention.decode import Workspace
 from kvproof.kernels.attention.mla import mla_decode
 from kvproof.kernels.bounds import OutOfBound, hold_to_bound
 from kvproof.kernels.cases import Case, build
@@ -76,6 +77,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lengths": torch.tensor([9, 400])}, "sequence 1 has 400 keys"),
     ({"scale": float("inf")}, "scale must be finite"),
     ({"split_size": 8}, "split_size must be a multiple"),
+    (
+        {"workspace": Workspace(torch.zeros(2, 5, 1, 48), torch.zeros(2, 5, 1)), "split_size": 16},
+        r"workspace must be float32 \[2, 5, 1, 32\]",
+    ),
 ]
 
 

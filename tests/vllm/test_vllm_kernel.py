@@ -1,7 +1,7 @@
 """The sanitizer over a kernel that is not the project's: vLLM's `unified_attention`, unmodified.
 
-Needs vLLM 0.33 in an environment of its own (`bash .ci/vllm-env FOLDER`), and Triton in it
-(`pip install --no-deps triton==3.7.1`).  Needs no GPU.
+Needs vLLM 0.33 and Triton in an environment of their own (`bash .ci/vllm-env FOLDER`).  Needs no
+GPU.
 
 What is found is harmless as vLLM calls the kernel, and was so judged by reading it: its table is as
 wide as the longest model length, so that what is read past a sequence's entries is still within the
