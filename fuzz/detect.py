@@ -13,8 +13,8 @@ from kvproof.stateful_tests.totals import Totals
 
 
 def detect_fault(fault: Fault, *, seed: str, seeds: int, seconds: float) -> Detection:
-    """Search ``seeds`` times for the fault, each time from another seed."""
-    return detection_of(fault, measure(Task(fault.id, LOOP, seed, seeds, seconds)))
+    """Search ``seeds`` times for the fault, each time from another seed, and shrink what fails."""
+    return detection_of(fault, measure(Task(fault.id, LOOP, seed, seeds, seconds, seeds)))
 
 
 def run_clean(seed: str, ops: int, subjects: Sequence[str] = ("engine",)) -> CleanRun:

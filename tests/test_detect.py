@@ -43,6 +43,7 @@ EASY = "finish-forgets-its-table"
 ALSO_EASY = "finished-request-keeps-its-blocks"
 OUT_OF_REACH = "long-prompt-starves"
 """A fault of a scheduler, which nobody finds in the engine."""
+RARE = "failed-fetch-leaks-its-slot"
 
 
 # -- the drivers -----------------------------------------------------------------------------------
@@ -133,26 +134,34 @@ def test_two_workers_give_the_same_results_as_one() -> None:
     assert len(by_workers[0]) == len(tasks)
 
 
-def test_only_the_loops_cases_are_shrunk_and_all_are_looked_at() -> None:
-    loop, uniform = (measure.measure(Task(EASY, name, "x", 1, 20.0)) for name in (LOOP, "uniform"))
-    for row in (loop, uniform):
-        (trial,) = row.trials
+def test_as_many_cases_are_shrunk_as_asked_for_and_all_are_looked_at() -> None:
+    row = measure.measure(Task(EASY, LOOP, "x", 2, 20.0, shrinks=1))
+    first, second = row.trials
+    for trial in row.trials:
         assert trial.found
         assert trial.reached
         assert trial.triggered
         assert {"QUIES", "LIFE", "REF", "CONS", "HOLD", "CRASH"} & {*trial.properties}
-        assert row.calls_per_second > 1e5
-    assert loop.trials[0].shrunk_ops == 2
-    assert loop.trials[0].shrink_seconds > 0 == uniform.trials[0].shrunk_ops
+    assert row.calls_per_second > 1e5
+    assert (first.shrunk_ops, second.shrunk_ops) == (2, 0)
+    assert first.shrink_seconds > 0 == second.shrink_seconds
+    assert detection_of(fault_by_id(EASY), row).shrunk_ops == 2
+
+
+def test_conditions_say_what_each_driver_does() -> None:
+    loop = measure.task_of(CONDITIONS, EASY, LOOP)
+    assert (loop.seeds, loop.seconds, loop.shrinks) == (2, 20.0, 1)
+    other = measure.task_of(CONDITIONS, EASY, "uniform")
+    assert (other.seeds, other.seconds, other.shrinks) == (1, 10.0, 0)
 
 
 def test_what_the_unmodified_subject_fails_as_well_is_not_the_fault() -> None:
     with fault_by_id("release-keeps-last-block").installed():
-        row = measure.measure(Task(OUT_OF_REACH, LOOP, "alarm", 1, 20.0))
+        row = measure.measure(Task(RARE, LOOP, "alarm", 1, 20.0))
     (trial,) = row.trials
     assert trial.false_alarm
     assert not trial.found
-    assert "found something else" in complaint(detection_of(fault_by_id(OUT_OF_REACH), row))
+    assert "found something else" in complaint(detection_of(fault_by_id(RARE), row))
 
 
 def test_a_sample_is_chosen_by_names_alone() -> None:
@@ -253,7 +262,7 @@ def test_what_was_asked_for_and_what_was_reached() -> None:
 
 # -- what is written -------------------------------------------------------------------------------
 
-CONDITIONS = measure.conditions("journal", 2, 20.0, 1, 10.0)
+CONDITIONS = measure.conditions("journal", 2, 20.0, 1, 1, 10.0)
 
 
 def test_a_journal_has_what_was_added_to_it(tmp_path: Path) -> None:
@@ -325,7 +334,7 @@ def test_a_page_says_under_what_conditions(tmp_path: Path) -> None:
     write_page(page, CONDITIONS, rows, [fault], detections, goals, picture)
     text = page.read_text()
     for part in (
-        "`kvproof faults detect --seeds 2 --seconds 20 --compare uniform --compare-seeds 1",
+        "--seeds 2 --seconds 20 --shrinks 1 --compare uniform --compare-seeds 1",
         "CPython",
         f"hypothesis {CONDITIONS.versions['hypothesis']}",
         "10.0 million empty Python method calls",
@@ -347,7 +356,7 @@ def kvproof(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["faults", *arguments])
 
 
-QUICK = ("--seeds", "1", "--clean-ops", "500")
+QUICK = ("--seeds", "1", "--shrinks", "1", "--clean-ops", "500")
 
 
 def test_detection_goes_on_where_it_was_stopped(

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from kvproof.engine.eviction import LeastRecentlyUsed
-from kvproof.fuzz.campaigns.known import Ledger
+from kvproof.fuzz.campaigns import known
+from kvproof.fuzz.campaigns.known import KnownIssue, Ledger, mended
 from kvproof.fuzz.campaigns.lots import Lot, Site
 from kvproof.fuzz.campaigns.novelty import Watch, state_code, state_words, transition_code
-from kvproof.fuzz.campaigns.records import Campaign, FindingRecord, Progress, Target
+from kvproof.fuzz.campaigns.records import HANG, Campaign, FindingRecord, Progress, Target
 from kvproof.fuzz.campaigns.shard import Shard, ShardJob, run_job
 from kvproof.fuzz.campaigns.store import Store, as_text
 from kvproof.fuzz.campaigns.subject_lot import SubjectLot
@@ -26,8 +27,8 @@ from kvproof.fuzz.campaigns.targets import FAMILIES, chosen_targets, draw_for
 from kvproof.fuzz.campaigns.triage import Triage, finding_id
 from kvproof.fuzz.faults import fault_by_id
 from kvproof.fuzz.replay import replay
-from kvproof.fuzz.search import DETERMINISM, Found, abilities, found, run_once
-from kvproof.invariants.case import Case, load_case
+from kvproof.fuzz.search import DETERMINISM, Found, abilities, found, run_once, run_twice
+from kvproof.invariants.case import Case, load_case, save_case
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.operations import Admit, Fork, Grow, Launch, Retire, Segment
 from kvproof.invariants.subject import Configuration
@@ -172,14 +173,14 @@ def test_targets_have_cpu_time_in_proportion_to_their_shares(
     assert (slices.count("small"), slices.count("large")) == (10, 30)
 
 
-def test_every_default_target_can_be_driven(tmp_path: Path) -> None:
+def test_every_default_target_can_be_driven() -> None:
     for target in chosen_targets([name for name in FAMILIES if name != "kernels"]):
         factory = subject_factory(target.subject)
-        draw = draw_for(target, "seed/0", abilities(factory))
         totals = Totals()
-        assert run_once(factory, draw, totals) is None
+        for number in range(2):
+            draw = draw_for(target, f"seed/{number}", abilities(factory))
+            assert run_twice(factory, draw, totals) is None
         assert totals.ops > 0
-        assert ("host_blocks" in str(draw)) or target.name != "tiers"
 
 
 def test_tiers_are_where_they_belong() -> None:
@@ -451,6 +452,25 @@ def test_a_subject_that_does_one_thing_now_and_another_then_is_found(
     assert finding.property == DETERMINISM
     assert "gave different results" in finding.message
     assert finding.kinds == ()  # nothing was shrunk
+
+
+def test_a_known_subject_that_is_not_deterministic_is_known_until_it_is(
+    tmp_path: Path, failing: list[Found], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(**{**fields_of(failing[0].case), "fault": None})
+    save_case(case, tmp_path / "case.json")
+    entry = KnownIssue("7", "engine", DETERMINISM, (), (), "case.json")
+    ledger = Ledger((entry,), tmp_path)
+    (note,) = mended(ledger, [])
+    assert note.startswith("7 is mended")
+    differs = case.operations, Violation(DETERMINISM, "different")
+    monkeypatch.setattr(known, "run_twice", lambda *arguments: differs)
+    assert mended(ledger, []) == []
+
+
+def test_an_entry_of_what_cannot_be_replayed_stays() -> None:
+    entry = KnownIssue("7", "mine:Subject", HANG, (), ())
+    assert mended(Ledger((entry,)), []) == []
 
 
 class MostRecentlyUsed(LeastRecentlyUsed):

@@ -17,16 +17,25 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from typer.testing import CliRunner
 
 from kvproof.fuzz.campaigns import shard as shard_module
 from kvproof.fuzz.campaigns.executors import Ended, LocalExecutor
 from kvproof.fuzz.campaigns.known import KnownIssue, entry_of, mended, read_ledger
-from kvproof.fuzz.campaigns.records import Campaign, FindingRecord, PassedOver, Progress, Target
-from kvproof.fuzz.campaigns.run import CampaignRun
+from kvproof.fuzz.campaigns.records import (
+    DIED,
+    HANG,
+    Campaign,
+    FindingRecord,
+    PassedOver,
+    Progress,
+    Target,
+)
+from kvproof.fuzz.campaigns.run import CampaignRun, Standing
 from kvproof.fuzz.campaigns.shard import ShardJob, run_job
 from kvproof.fuzz.campaigns.store import Journal, Store, read_lines
-from kvproof.fuzz.campaigns.triage import DIED, HANG
 from kvproof.fuzz.cli import main
+from kvproof.fuzz.cli.app import app
 from kvproof.fuzz.cli.fuzz import seconds_of
 from kvproof.invariants.case import load_case
 from kvproof.invariants.errors import InputError
@@ -250,7 +259,7 @@ def test_nothing_is_found_where_nothing_is_wrong(tmp_path: Path) -> None:
             *("--seed", "quiet"),
             cwd=tmp_path,
         )
-    assert not [*store.findings.iterdir(), *store.raw.iterdir()]
+    assert not [*store.findings.iterdir(), *store.raw_cases()]
     assert sum(line.done_twice for line in lines_of(store)) > 0
     assert result.returncode in (0, 3), result.stdout + result.stderr
     assert "PASS" in result.stdout or "UNKNOWN" in result.stdout
@@ -329,6 +338,12 @@ def test_bad_usage_is_one_line(tmp_path: Path, arguments: Sequence[str], message
     assert not list(tmp_path.iterdir())
 
 
+def test_help_teaches_by_examples() -> None:
+    result = CliRunner().invoke(app, ["fuzz", "--help"])
+    assert result.exit_code == 0
+    assert result.output.count("kvproof fuzz --") >= 4
+
+
 def test_times() -> None:
     assert [seconds_of(text) for text in ("30s", "5m", "8h", "2d", "1.5m", "90")] == [
         *(30.0, 300.0, 28_800.0, 172_800.0, 90.0, 90.0)
@@ -402,19 +417,34 @@ def test_a_shard_is_run_by_one_process_at_a_time(
 
 def test_a_full_disk_ends_the_campaign_clearly_and_tears_nothing(tmp_path: Path) -> None:
     """Files may grow to some kilobytes only: the journal does not fit."""
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000))\n"
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (16000, 16000))\n"
     command = ("fuzz", "--time", "60s", "--target", "cache", "--workers", "1", "--out", "c")
     result = in_a_process(*command, cwd=tmp_path, before=limit)
     assert result.returncode == 2, result.stdout
     assert re.search("No space left on device|File too large", result.stderr)
     assert len(result.stderr.strip().splitlines()) == 1
     store = Store(tmp_path / "c")
-    assert 0 < store.journal(0).stat().st_size <= 30000
-    assert len(lines_of(store)) > 0
-    assert store.journal(0).read_bytes().endswith(b"\n")
+    lines_of(store)
+    assert store.journal(0).read_bytes()[-1:] in (b"", b"\n")
     assert all(case.operations for _, case in store.kept("cache"))
     again = kvproof(*command[:2], "2s", *command[3:], cwd=tmp_path)  # there is room again
     assert again.returncode in (0, 3), again.stderr
+
+
+def test_what_does_not_fit_in_a_journal_is_not_begun(
+    begun: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk takes a part of a line."""
+    whole, write = begun.journal(0).read_bytes(), os.write
+    journal = Journal(begun.journal(0))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda file, text: write(file, text[:100]))
+        with pytest.raises(OSError, match=r"No space left on device: .*0000\.jsonl"):
+            journal.append(lines_of(begun)[:1])
+    assert begun.journal(0).read_bytes() == whole
+    journal.append(lines_of(begun)[:1])
+    journal.close()
+    assert len(lines_of(begun)) == whole.count(b"\n") + 1
 
 
 # -- processes that are killed ---------------------------------------------------------------------
@@ -451,20 +481,21 @@ def has_findings(store: Store) -> bool:
 
 def test_killed_workers_are_started_again_and_lose_nothing(tmp_path: Path) -> None:
     store = Store(tmp_path / "c")
-    process = started(tmp_path, "--time", "12s", *CANARY)
+    process = started(tmp_path, "--time", "300s", *CANARY)
     wait_until(lambda: has_findings(store))
     seen = {record.id for record in store.found()}
-    killed = 0
-    for pause in (0.3, 1.1, 0.7):
+    for pause in (0.3, 0.9, 0.1):
         time.sleep(pause)
-        for worker in children_of(process.pid)[:1]:
-            os.kill(worker, signal.SIGKILL)
-            killed += 1
+        wait_until(lambda: children_of(process.pid))
+        os.kill(children_of(process.pid)[0], signal.SIGKILL)
+    lengths = [store.journal(shard).stat().st_size for shard in (0, 1)]
+    for shard, length in enumerate(lengths):  # both go on
+        wait_until(lambda s=shard, n=length: store.journal(s).stat().st_size > n)
+    process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
-    assert killed >= 2
     assert process.returncode == 1, out + err
     assert seen <= {record.id for record in store.found()}
-    assert not list(store.raw.iterdir())
+    assert not list(store.raw_cases())
     for shard in (0, 1):
         assert read_lines(store.journal(shard), Progress)
 
@@ -485,7 +516,7 @@ def test_a_killed_parent_takes_its_workers_along_and_the_same_command_goes_on(
     again = kvproof("fuzz", "--time", "3s", "--out", "c", *CANARY, "--json", cwd=tmp_path)
     assert printed(again)["ops"] > ops
     assert {record.id for record in before} <= {record.id for record in store.found()}
-    assert not list(store.raw.iterdir()), raw
+    assert not list(store.raw_cases()), raw
 
 
 def is_running(pid: int) -> bool:
@@ -549,10 +580,16 @@ def test_a_run_that_takes_the_process_is_a_finding_and_passed_over(
     run = CampaignRun(
         *(store.folder, Campaign("s", (target,), 1), LocalExecutor()),
         shards=[0],
-        seconds=20.0,
-        stall_seconds=5.0,
+        seconds=300.0,
+        stall_seconds=4.0,
     )
-    run.run()
+
+    def until_it_goes_on(standing: Standing) -> None:
+        if store.found() and standing.runs > 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.run(until_it_goes_on)
     (finding, *_) = store.found()
     assert (finding.property, finding.target) == (property, target.name)
     assert words in finding.message
@@ -561,7 +598,6 @@ def test_a_run_that_takes_the_process_is_a_finding_and_passed_over(
     case = load_case(store.findings / finding.id / "case.json")
     assert "Fork" in str(case.operations)
     lines = lines_of(store)
-    assert sum(line.totals.runs for line in lines) > 0
     number = int(finding.seed.rpartition("/")[2])
     assert sum(line.drawn for line in lines) > number + 1  # it went on behind it
 
@@ -597,7 +633,7 @@ class InThisProcess:
 def test_an_executor_is_all_that_it_takes_to_run_elsewhere(tmp_path: Path) -> None:
     store, campaign = Store(tmp_path), Campaign("s", (CACHE,), 3)
     store.begin(campaign)
-    run = CampaignRun(tmp_path, campaign, InThisProcess(), shards=range(3), seconds=1.0)
+    run = CampaignRun(tmp_path, campaign, InThisProcess(), shards=range(3), seconds=0.3)
     told: list[int] = []
     run.run(lambda standing: told.append(standing.ops))
     assert run.standing.ops == sum(line.totals.ops for line in lines_of(store)) > 0

@@ -14,6 +14,7 @@ from kvproof.invariants.case import Case
 from kvproof.invariants.operations import (
     KINDS,
     TIER_KINDS,
+    Abort,
     Admit,
     AnyOperation,
     Cancel,
@@ -21,6 +22,7 @@ from kvproof.invariants.operations import (
     Corrupt,
     Evict,
     Fail,
+    Grow,
     Land,
     Launch,
     Media,
@@ -221,6 +223,51 @@ def test_prompts_to_promote_are_cut_with_those_to_admit(shrunk: Callable[..., Ca
     case = shrunk([Admit(nine), Promote(nine)], fails, world)
     assert case.operations == [Admit((Segment(3, 3),)), Promote((Segment(3, 3),))]
     assert case.configuration.block_size == 2
+
+
+def test_what_made_room_for_others_goes_if_there_is_more_room(shrunk: Callable[..., Case]) -> None:
+    def fails(world: Configuration, run: Sequence[AnyOperation]) -> bool:
+        if world.blocks >= 5 and world.requests >= 2:
+            return has(Admit, Admit)(world, run)
+        return has(Admit, Abort, Admit)(world, run)
+
+    small = Configuration(blocks=4, requests=1)
+    case = shrunk([Admit(PROMPT), Abort(0), Admit(PROMPT)], fails, small)
+    assert case.operations == [Admit(PROMPT), Admit(PROMPT)]
+    assert (case.configuration.blocks, case.configuration.requests) == (5, 2)
+
+
+def test_room_is_made_on_the_tiers_that_there_are(shrunk: Callable[..., Case]) -> None:
+    def fails(world: Configuration, run: Sequence[AnyOperation]) -> bool:
+        if world.host_blocks >= 3 and world.disk_blocks >= 2:
+            return has(Offload)(world, run)
+        return world.disk_blocks > 0 and has(Offload, Evict)(world, run)
+
+    small = Configuration(host_blocks=1, disk_blocks=1, offload="prefix")
+    case = shrunk([Offload(), Evict()], fails, small)
+    assert case.operations == [Offload()]
+    assert (case.configuration.host_blocks, case.configuration.disk_blocks) == (3, 2)
+
+
+def test_a_longer_prompt_does_what_took_a_step(shrunk: Callable[..., Case]) -> None:
+    def fails(world: Configuration, run: Sequence[AnyOperation]) -> bool:
+        long = any(isinstance(o, Admit) and o.prompt[-1].length >= 2 for o in run)
+        return long or has(Admit, Launch)(world, run)
+
+    assert shrunk([Admit(PROMPT), Launch()], fails).operations == [Admit((Segment(0, 2),))]
+
+
+def test_what_grew_joins_the_prompt_as_other_tokens(shrunk: Callable[..., Case]) -> None:
+    """Where it matters that they are not those that the prompt would have gone on with."""
+
+    def fails(world: Configuration, run: Sequence[AnyOperation]) -> bool:
+        mixed = any(
+            isinstance(o, Admit) and len({segment.source for segment in o.prompt}) > 1 for o in run
+        )
+        return mixed or has(Admit, Grow)(world, run)
+
+    case = shrunk([Admit(PROMPT), Grow(0, 3)], fails)
+    assert case.operations == [Admit((Segment(0, 1), Segment(1, 1)))]
 
 
 def test_only_what_is_needed_is_left_of_a_long_run(shrunk: Callable[..., Case]) -> None:

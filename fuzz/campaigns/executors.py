@@ -17,7 +17,8 @@ from msgspec import Struct
 from kvproof.fuzz.campaigns.shard import ShardJob
 from kvproof.fuzz.campaigns.store import Store
 
-WORKER = [sys.executable, "-m", "kvproof.fuzz.campaigns.worker"]
+WORKER = [sys.executable, "-P", "-m", "kvproof.fuzz.campaigns.worker"]
+"""``-P``: the folder that the command is typed in is not searched for modules of kvproof's."""
 BAD_INPUT = 2
 """Exit code of a worker that cannot go on: what is wrong is its last line."""
 

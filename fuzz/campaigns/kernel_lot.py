@@ -14,12 +14,10 @@ from zlib import crc32
 from msgspec.structs import replace
 
 from kvproof.fuzz.campaigns.lots import Lot, Site
-from kvproof.fuzz.campaigns.records import FindingRecord, Progress, Target
+from kvproof.fuzz.campaigns.records import KERNEL, FindingRecord, Progress, Target
 from kvproof.fuzz.campaigns.store import digest
 from kvproof.fuzz.campaigns.triage import write_finding
 
-KERNEL = "KERNEL"
-"""The property that a kernel breaks by not passing one of its checks."""
 EXAMPLES = 40
 """Problems of a run; of a law, one."""
 _DRAWING = ("reference", "law", "write", "copy")

@@ -7,7 +7,8 @@ A JSON file that stands beside the code, with a case per entry:
        "property": "REF", "kinds": ["admit", "fork"], "features": [], "case": "ref_17.json"}]}
 
 Each case is replayed when a campaign starts.  One that passes was mended: its entry has to go,
-or it would hide the next mistake of that kind.
+or it would hide the next mistake of that kind.  Entries of what cannot be replayed (a run that
+hangs or kills the process, a kernel) need no case, and stay until somebody removes them.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvproof.fuzz.campaigns.records import FindingRecord
+from kvproof.fuzz.campaigns.records import UNREPLAYED, FindingRecord
 from kvproof.fuzz.campaigns.store import Store, as_text, read_record, write_whole
-from kvproof.fuzz.replay import replay
+from kvproof.fuzz.replay import installed, replay
+from kvproof.fuzz.search import DETERMINISM, run_twice
+from kvproof.fuzz.swarm import Draw
 from kvproof.invariants.case import load_case
 from kvproof.invariants.errors import InputError
-from kvproof.stateful_tests.subjects import is_kvproofs_own
+from kvproof.stateful_tests.subjects import is_kvproofs_own, subject_factory
+from kvproof.stateful_tests.totals import Totals
 
 FORMAT = "kvproof-known-issues"
 VERSION = 1
@@ -47,7 +51,7 @@ class KnownIssue(Struct, frozen=True, forbid_unknown_fields=True):
     property: str
     kinds: tuple[str, ...]
     features: tuple[str, ...]
-    case: str
+    case: str = ""
     """Its file, as seen from the ledger."""
 
     def matches(self, finding: FindingRecord) -> bool:
@@ -90,7 +94,7 @@ def read_ledger(path: Path | None) -> Ledger:
     for index, entry in enumerate(file.issues):
         if not entry.issue.strip():
             raise InputError(f"{path}: no issue at $.issues[{index}].issue: where is it tracked?")
-        if not (path.parent / entry.case).is_file():
+        if entry.property not in UNREPLAYED and not (path.parent / entry.case).is_file():
             raise InputError(f"{path}: no file {entry.case} at $.issues[{index}].case")
     return Ledger(file.issues, path.parent)
 
@@ -105,7 +109,8 @@ def mended(ledger: Ledger, named: Sequence[str]) -> list[str]:
         f"{entry.issue} is mended: its case {entry.case} does not violate {entry.property} any "
         "more: remove the entry"
         for entry in ledger.issues
-        if not _still_fails(entry, ledger.folder / entry.case, named)
+        if entry.property not in UNREPLAYED
+        and not _still_fails(entry, ledger.folder / entry.case, named)
     ]
 
 
@@ -115,7 +120,12 @@ def _still_fails(entry: KnownIssue, path: Path, named: Sequence[str]) -> bool:
         raise InputError(
             f"{path}: is of subject {case.subject}, which this campaign does not drive"
         )
-    return any(v.property == entry.property for v in replay(case).violations)
+    if entry.property != DETERMINISM:
+        return any(v.property == entry.property for v in replay(case).violations)
+    draw = Draw(case.seed, case.configuration, case.features, case.operations)
+    with installed(case.fault):
+        failure = run_twice(subject_factory(case.subject), draw, Totals())
+    return failure is not None and failure[1].property == DETERMINISM
 
 
 def mark_known(store: Store, ledger: Ledger) -> None:

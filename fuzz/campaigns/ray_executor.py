@@ -26,13 +26,10 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import ray  # type: ignore[import-not-found, unused-ignore]
+import ray
 from msgspec import Struct
 from msgspec.structs import replace
-from ray.exceptions import (  # type: ignore[import-not-found, unused-ignore]
-    RayError,
-    RayTaskError,
-)
+from ray.exceptions import RayError, RayTaskError
 
 from kvproof.fuzz.campaigns.executors import BAD_INPUT, Ended, LocalExecutor
 from kvproof.fuzz.campaigns.known import Ledger, read_ledger
@@ -129,7 +126,8 @@ class NodeShard:
         self._node = platform.node()
         if sources != digest_of_sources():
             raise InputError(
-                f"{self._node}: its kvproof is not the same as here: install one on all nodes"
+                f"{self._node}: its kvproof is not the one that the campaign runs: install one on "
+                "all nodes"
             )
         if Path(beside).is_dir():  # of policies that stand where the command was given
             os.chdir(beside)
@@ -207,7 +205,9 @@ class RayExecutor:
         answered, _ = ray.wait(list(shards), num_returns=len(shards), timeout=0)
         ended = [end for call in answered if (end := self._heard(shards[call]))]
         for end in ended:
-            self._going.pop(end.shard).journal.close()
+            going = self._going.pop(end.shard)
+            ray.kill(going.actor)
+            going.journal.close()
         for going in self._going.values():
             if not going.is_over and time.monotonic() > going.deadline:
                 _end(going)
@@ -243,7 +243,6 @@ class RayExecutor:
         except RayError as error:
             return _lost(shard, going, error)
         except OSError as error:
-            ray.kill(going.actor)
             return Ended(shard, BAD_INPUT, f"{going.store.folder}: {error}")
         return ended
 
@@ -261,7 +260,6 @@ def _lost(shard: int, going: Going, error: RayError) -> Ended:
     """Its node has gone, or the actor beside it."""
     if going.is_over and not going.has_begun:
         return Ended(shard, 0)
-    ray.kill(going.actor)  # it may be that it is only out of reach
     if "No module named 'kvproof" in str(error):
         return Ended(shard, BAD_INPUT, "a node of the cluster has no kvproof, or another one")
     message = f"{type(error).__name__}: {_first_line(error)}"

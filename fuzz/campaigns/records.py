@@ -16,6 +16,16 @@ VERSION = 1
 """Raised whenever an old folder would mean something else, or nothing."""
 
 
+HANG = "HANG"
+"""The property that a run breaks by never ending …"""
+DIED = "DIED"
+"""… by taking the whole process with it …"""
+KERNEL = "KERNEL"
+"""… and a kernel by not passing one of its checks."""
+UNREPLAYED = frozenset((HANG, DIED, KERNEL))
+"""Findings of these have no case that could be replayed here."""
+
+
 class Target(Struct, frozen=True, forbid_unknown_fields=True):
     """One thing among which a campaign shares its time."""
 

@@ -14,11 +14,11 @@ from msgspec import Struct
 
 from kvproof.fuzz.campaigns.executors import BAD_INPUT, Ended, Executor
 from kvproof.fuzz.campaigns.known import Ledger, read_ledger
-from kvproof.fuzz.campaigns.records import Campaign, PassedOver, Progress, Target
+from kvproof.fuzz.campaigns.records import DIED, HANG, Campaign, PassedOver, Progress, Target
 from kvproof.fuzz.campaigns.shard import ShardJob
 from kvproof.fuzz.campaigns.store import Journal, Store, read_lines_from
 from kvproof.fuzz.campaigns.targets import KERNELS, draw_for, seeds_of
-from kvproof.fuzz.campaigns.triage import DIED, HANG, Triage
+from kvproof.fuzz.campaigns.triage import Triage
 from kvproof.fuzz.search import abilities, found
 from kvproof.fuzz.swarm import Draw
 from kvproof.invariants.errors import InputError

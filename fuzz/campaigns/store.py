@@ -134,9 +134,15 @@ class Store:
         return path
 
     def raw_cases(self) -> Iterator[tuple[Path, Case]]:
-        """Failing runs that are not triaged yet."""
+        """Failing runs that are not triaged yet; other shards may be about to."""
         for path in sorted(self.raw.glob("[!.]*.json")):
-            yield path, load_case(path)
+            try:
+                case = load_case(path)
+            except InputError:
+                if path.exists():
+                    raise
+            else:
+                yield path, case
 
     # -- the corpus --------------------------------------------------------------------------------
 

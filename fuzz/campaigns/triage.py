@@ -21,7 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvproof.fuzz.campaigns.known import Ledger, owner_of
-from kvproof.fuzz.campaigns.records import FindingRecord
+from kvproof.fuzz.campaigns.records import DIED, HANG, FindingRecord
 from kvproof.fuzz.campaigns.store import Store, as_text, digest, write_whole
 from kvproof.fuzz.replay import replay
 from kvproof.fuzz.search import DETERMINISM, Found
@@ -32,10 +32,6 @@ from kvproof.invariants.story import Moment, explain
 from kvproof.invariants.verdict import Violation, primary
 from kvproof.stateful_tests.export import log_text, pytest_source
 
-HANG = "HANG"
-"""The property that a subject breaks by never answering …"""
-DIED = "DIED"
-"""… and by taking the whole process with it.  Their runs are told as they were found."""
 UNSHRUNK = frozenset((HANG, DIED, DETERMINISM))
 """Properties whose findings do not say what it takes to break them: one each for a subject."""
 

@@ -31,7 +31,7 @@ from kvproof.invariants.case import dump_case
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.goals import Goal
 from kvproof.invariants.subject import Configuration
-from kvproof.stateful_tests.subjects import SUBJECT_NAMES, subject_factory
+from kvproof.stateful_tests.subjects import SUBJECT_NAMES, VLLM_SCHEDULER, subject_factory
 from kvproof.stateful_tests.subjects.policies import EVICTION_POLICIES, is_eviction_policy
 
 _SHOWN_CASE_LINES = 40
@@ -49,7 +49,15 @@ def check(
         typer.Option(
             help="Check a scheduler or an eviction policy: a name that comes with kvproof "
             f"({', '.join((*POLICY_NAMES, *EVICTION_POLICIES))}), or MODULE:CLASS or FILE.py:CLASS "
-            "of your own."
+            f"of your own.  With --subject {VLLM_SCHEDULER}: vLLM's policy, fcfs or priority."
+        ),
+    ] = None,
+    scheduler_class: Annotated[
+        str | None,
+        typer.Option(
+            "--scheduler-cls",
+            help=f"With --subject {VLLM_SCHEDULER}: MODULE:CLASS of a scheduler of your own, as "
+            "vLLM's option of that name.",
         ),
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, max=31_536_000, help="Time budget.")] = 30.0,
@@ -73,12 +81,9 @@ def check(
 
     Examples: [bold]kvproof check[/]   [bold]kvproof check --policy sched.py:MyPolicy[/]
     [bold]kvproof check --fault no-copy-on-write[/]
+    [bold]kvproof check --subject vllm:scheduler --policy priority[/]
     """
-    if policy is not None:
-        if subject != "engine":
-            raise InputError("--policy is checked with kvproof's own engine: leave out --subject")
-        family = "eviction" if is_eviction_policy(policy) else "scheduler"
-        subject = f"{family}:{policy}"
+    subject = _driven(subject, policy, scheduler_class)
     if fault is not None:
         subject = _with_fault(subject, policy, fault)
     writable_folder(out)
@@ -95,9 +100,27 @@ def check(
     finish(report.verdict)
 
 
+def _driven(subject: str, policy: str | None, scheduler_class: str | None) -> str:
+    """The name of the subject that the options describe."""
+    if subject == VLLM_SCHEDULER:
+        chosen = (policy or ("fcfs" if scheduler_class else None), scheduler_class)
+        return ":".join([subject, *filter(None, chosen)])
+    if scheduler_class is not None:
+        raise InputError(f"--scheduler-cls goes with --subject {VLLM_SCHEDULER}")
+    if policy is None:
+        return subject
+    if subject != "engine":
+        raise InputError(
+            "--policy is checked with kvproof's own engine, so leave out --subject, or with "
+            f"--subject {VLLM_SCHEDULER}"
+        )
+    family = "eviction" if is_eviction_policy(policy) else "scheduler"
+    return f"{family}:{policy}"
+
+
 def _with_fault(subject: str, policy: str | None, fault: str) -> str:
     """The subject to drive: a fault of the scheduler shows only where a scheduler runs."""
-    if subject != "engine" and policy is None:
+    if subject.startswith(VLLM_SCHEDULER) or (subject != "engine" and policy is None):
         raise InputError("--fault plants its fault in the engine: it goes with --subject engine")
     return subject if policy is not None else fault_by_id(fault).subject
 

@@ -23,7 +23,7 @@ from kvproof.fuzz.cli.output import (
 )
 from kvproof.fuzz.detect import run_clean
 from kvproof.fuzz.detection.drivers import DRIVERS, NAMES
-from kvproof.fuzz.detection.measure import Task, conditions, in_sample, measure_all
+from kvproof.fuzz.detection.measure import conditions, in_sample, measure_all, task_of
 from kvproof.fuzz.detection.page import write_page
 from kvproof.fuzz.detection.plot import plot, require_plotting
 from kvproof.fuzz.detection.records import LOOP, CleanRun, Journal, Row
@@ -152,6 +152,9 @@ def detect(
     sources: SourceOption = None,
     seeds: Annotated[int, typer.Option(min=1, help="Searches for each fault.")] = 20,
     seconds: Annotated[float, typer.Option(min=0.1, help="CPU seconds of a search.")] = 60.0,
+    shrinks: Annotated[
+        int, typer.Option(min=0, help="Shrink the cases of the first so many of these searches.")
+    ] = 20,
     compare: Annotated[
         list[str] | None,
         typer.Option(help=f"Compare with: {', '.join(name for name in DRIVERS if name != LOOP)}."),
@@ -190,7 +193,8 @@ def detect(
             writable_file(file)
     if picture is not None:
         require_plotting(picture)
-    journal = Journal(out, conditions(seed, seeds, seconds, compare_seeds, compare_seconds))
+    limits = conditions(seed, seeds, seconds, shrinks, compare_seeds, compare_seconds)
+    journal = Journal(out, limits)
     sample = [fault.id for fault in faults if in_sample(fault.id, compare_one_in)]
     wanted = [(fault.id, LOOP) for fault in faults]
     wanted += [(fault, driver) for fault in sample for driver in others]
@@ -210,7 +214,7 @@ def _drivers(names: Sequence[str]) -> list[str]:
 def _measure(journal: Journal, wanted: Sequence[tuple[str, str]], workers: int) -> None:
     """What the journal does not have yet."""
     tasks = [
-        Task(fault, driver, journal.conditions.seed, *journal.conditions.limits(driver))
+        task_of(journal.conditions, fault, driver)
         for fault, driver in wanted
         if (fault, driver) not in journal.rows
     ]

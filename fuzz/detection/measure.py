@@ -36,16 +36,26 @@ class Task(Struct, frozen=True):
     seed: str
     seeds: int
     seconds: float
+    shrinks: int = 0
+    """The first so many searches have their cases shrunk."""
 
 
 def conditions(
-    seed: str, seeds: int, seconds: float, compare_seeds: int, compare_seconds: float
+    seed: str, seeds: int, seconds: float, shrinks: int, compare_seeds: int, compare_seconds: float
 ) -> Conditions:
     """These limits, on this machine."""
     versions = {"hypothesis": version("hypothesis")}
     return Conditions(
-        seed, seeds, seconds, compare_seeds, compare_seconds, machine_info(), versions
+        seed, seeds, seconds, shrinks, compare_seeds, compare_seconds, machine_info(), versions
     )
+
+
+def task_of(conditions: Conditions, fault: str, driver: str) -> Task:
+    """That driver's searches for that fault, under these conditions."""
+    c = conditions
+    if driver == LOOP:
+        return Task(fault, driver, c.seed, c.seeds, c.seconds, min(c.shrinks, c.seeds))
+    return Task(fault, driver, c.seed, c.compare_seeds, c.compare_seconds)
 
 
 def in_sample(fault: str, one_in: int) -> bool:
@@ -85,7 +95,7 @@ def warm_up(drivers: Iterable[str], subjects: Iterable[str]) -> None:
         subject_factory(subject)(Configuration())
     for driver in drivers:
         for fault in map(fault_by_id, _WARM_UP):
-            _search(fault, driver, "warm-up", seconds=1.0)
+            _search(fault, driver, "warm-up", 1.0)
 
 
 def measure(task: Task) -> Row:
@@ -93,27 +103,35 @@ def measure(task: Task) -> Row:
     fault = fault_by_id(task.fault)
     speed = calibrate(rounds=2).empty_method_calls_per_second
     trials = [
-        _search(fault, task.driver, f"{task.seed}/{task.fault}/{number}", task.seconds)
+        _search(
+            fault,
+            task.driver,
+            f"{task.seed}/{task.fault}/{number}",
+            task.seconds,
+            shrinks=number < task.shrinks,
+        )
         for number in range(task.seeds)
     ]
     return Row(task.fault, task.driver, round(speed), tuple(trials))
 
 
-def _search(fault: Fault, driver: str, seed: str, seconds: float) -> Trial:
+def _search(
+    fault: Fault, driver: str, seed: str, seconds: float, *, shrinks: bool = False
+) -> Trial:
     totals, calls = Totals(), fault.calls()
     started = time.process_time()
     case = DRIVERS[driver](fault.subject, fault.id, seed, seconds, totals)
     elapsed = round(time.process_time() - started, 5)
     trial = Trial(elapsed, totals.ops, reached=fault.calls() > calls)
-    return trial if case is None else _looked_at(replace(case, fault=fault.id), trial, driver)
+    return trial if case is None else _looked_at(replace(case, fault=fault.id), trial, shrinks)
 
 
-def _looked_at(case: Case, trial: Trial, driver: str) -> Trial:
-    """What the failing run violated; that of the seeded loop is shrunk as well."""
+def _looked_at(case: Case, trial: Trial, shrinks: bool) -> Trial:
+    """What the failing run violated, as it was found and as it is shrunk."""
     as_found, unmodified = replay(case), replay(replace(case, fault=None))
     properties = {violation.property for violation in as_found.violations}
     shrunk_ops, elapsed = 0, 0.0
-    if driver == LOOP:
+    if shrinks:
         started = time.process_time()
         shrunk = shrink(case, seconds_max=inf)
         elapsed = round(time.process_time() - started, 5)

@@ -64,7 +64,8 @@ def _introduction(c: Conditions, rows: Rows, drivers: Sequence[str]) -> Iterator
     against = f" --compare-seeds {c.compare_seeds} --compare-seconds {c.compare_seconds:g}"
     names = "".join(f" --compare {name}" for name in drivers if name != LOOP)
     yield (
-        f"Written by `kvproof faults detect --seeds {c.seeds} --seconds {c.seconds:g}"
+        f"Written by `kvproof faults detect --seeds {c.seeds} --seconds {c.seconds:g} --shrinks "
+        f"{c.shrinks}"
         f"{names + against if names else ''} --out FILE.jsonl --plot FILE.svg --page FILE.md`, "
         f"which goes on where it was stopped."
     )

@@ -25,19 +25,15 @@ class Conditions(Struct, frozen=True, tag="conditions", tag_field="is"):
     seeds: int
     """Searches of the seeded loop for each fault …"""
     seconds: float
-    """… of so many CPU seconds at most."""
+    """… of so many CPU seconds at most …"""
+    shrinks: int
+    """… of which the first so many have their cases shrunk."""
     compare_seeds: int
     compare_seconds: float
     """The same for each driver that it is compared with."""
     machine: MachineInfo
     versions: dict[str, str]
     format: str = FORMAT
-
-    def limits(self, driver: str) -> tuple[int, float]:
-        """How many searches a driver makes for a fault, and of how many CPU seconds each."""
-        if driver == LOOP:
-            return self.seeds, self.seconds
-        return self.compare_seeds, self.compare_seconds
 
 
 LOOP = "loop"
@@ -61,7 +57,7 @@ class Trial(Struct, frozen=True, omit_defaults=True):
     """All that the failing run violated, as found or as shrunk."""
     shrunk_ops: int = 0
     shrink_seconds: float = 0.0
-    """Of cases that were shrunk: those of the seeded loop."""
+    """Both 0 if the case was not shrunk."""
 
 
 class Row(Struct, frozen=True, tag="row", tag_field="is"):
@@ -99,7 +95,6 @@ class Journal:
         self.clean = CleanRun(0, 0)
         self._path = path
         if path is not None and path.exists():
-            _cut_torn_line(path)
             self._read(path)
         if path is not None and (not path.exists() or not path.stat().st_size):
             self._append(conditions)
@@ -122,20 +117,28 @@ class Journal:
             file.write(msgspec.json.encode(line) + b"\n")
 
     def _read(self, path: Path) -> None:
-        for number, text in enumerate(path.read_bytes().splitlines(), start=1):
+        """Half a line, which a process leaves that is killed while it writes, is cut off."""
+        text = path.read_bytes()
+        whole = text[: text.rfind(b"\n") + 1]
+        if not whole and not msgspec.json.encode(self.conditions).startswith(text[:20]):
+            raise InputError(f"{path}: is no file of measurements")
+        for number, line in enumerate(whole.splitlines(), start=1):
             try:
-                line = _decode(text)
-            except msgspec.DecodeError as error:
+                self._take(_decode(line), first=number == 1)
+            except (msgspec.DecodeError, InputError) as error:
                 raise InputError(f"{path}, line {number}: {error}") from None
-            if (number == 1) != isinstance(line, Conditions):
-                raise InputError(f"{path}, line {number}: conditions come first, and only there")
-            if isinstance(line, Conditions) and line != self.conditions:
-                other = ", ".join(_differences(line, self.conditions))
-                raise InputError(
-                    f"{path}: was measured under other conditions ({other}); "
-                    "measure into another file"
-                )
-            self._keep(line)
+        if whole != text:
+            path.write_bytes(whole)
+
+    def _take(self, line: Line, *, first: bool) -> None:
+        if first != isinstance(line, Conditions):
+            raise InputError("conditions come first, and only there")
+        if isinstance(line, Conditions) and line != self.conditions:
+            other = ", ".join(_differences(line, self.conditions))
+            raise InputError(
+                f"was measured under other conditions ({other}); measure into another file"
+            )
+        self._keep(line)
 
 
 def _differences(there: Conditions, here: Conditions) -> Iterable[str]:
@@ -143,18 +146,3 @@ def _differences(there: Conditions, here: Conditions) -> Iterable[str]:
         before, now = getattr(there, name), getattr(here, name)
         if before != now:
             yield f"{name}: {before} there, {now} now"
-
-
-def _cut_torn_line(path: Path) -> None:
-    """A process that was killed while it wrote a line has left half of it: that goes."""
-    text = path.read_bytes()
-    whole = text[: text.rfind(b"\n") + 1]
-    if whole != text:
-        try:
-            _decode(text[len(whole) :])
-        except msgspec.DecodeError:
-            if not whole and not text.startswith(b'{"is":"conditions"'[: len(text)]):
-                raise InputError(f"{path}: is no file of measurements") from None
-            path.write_bytes(whole)
-        else:
-            path.write_bytes(text + b"\n")

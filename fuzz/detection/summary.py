@@ -62,6 +62,7 @@ def detection_of(fault: Fault, row: Row) -> Detection:
     found = [trial for trial in row.trials if trial.found] or [Trial(0.0, 0)]
     ops = [trial.ops for trial in found]
     times = [trial.seconds for trial in found]
+    shrunk = [trial for trial in found if trial.shrunk_ops] or [Trial(0.0, 0)]
     expected = {fault.property, *fault.also}
     return Detection(
         fault.id,
@@ -76,12 +77,12 @@ def detection_of(fault: Fault, row: Row) -> Detection:
         p90_ops=float(np.percentile(ops, 90)),
         median_seconds=round(median(times), 4),
         p90_seconds=round(float(np.percentile(times, 90)), 4),
-        shrunk_ops=median(trial.shrunk_ops for trial in found),
-        shrunk_ops_max=max(trial.shrunk_ops for trial in found),
+        shrunk_ops=median(trial.shrunk_ops for trial in shrunk),
+        shrunk_ops_max=max(trial.shrunk_ops for trial in shrunk),
         shortest_known_ops=fault.shortest,
         found=sum(trial.found for trial in row.trials),
         false_alarms=sum(trial.false_alarm for trial in row.trials),
-        shrink_seconds=round(median(trial.shrink_seconds for trial in found), 4),
+        shrink_seconds=round(median(trial.shrink_seconds for trial in shrunk), 4),
     )
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from junitparser import Error, Failure, JUnitXml, Skipped, TestCase, TestSuite
 from junitparser.junitparser import FinalResult
 
-from kvproof.fuzz.campaigns.kernel_lot import KERNEL
-from kvproof.fuzz.campaigns.records import FindingRecord
+from kvproof.fuzz.campaigns.records import KERNEL, FindingRecord
 from kvproof.fuzz.report.summary import MergedFinding, Summary, TargetSummary
 from kvproof.invariants.verdict import counted
 

@@ -16,9 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvproof.fuzz.campaigns.kernel_lot import KERNEL
-from kvproof.fuzz.campaigns.records import CodeCoverage, FileCoverage
-from kvproof.fuzz.campaigns.triage import DIED, HANG
+from kvproof.fuzz.campaigns.records import DIED, HANG, KERNEL, CodeCoverage, FileCoverage
 from kvproof.fuzz.cli.output import replay_command
 from kvproof.fuzz.replay import Replay, replay
 from kvproof.fuzz.report.block_map import OWNER_COLOURS, BlockMap, block_map

@@ -33,10 +33,20 @@ def _vllm_manager() -> SubjectFactory:
     return VllmManagerSubject
 
 
+def _vllm_scheduler(options: str = "fcfs", imports: bool = True) -> SubjectFactory:
+    """``options``: POLICY or POLICY:MODULE:CLASS, a scheduler class of the user's."""
+    from kvproof.stateful_tests.subjects.vllm_scheduler import vllm_scheduler_factory
+
+    return vllm_scheduler_factory(*options.split(":", 1), imports=imports)
+
+
+VLLM_SCHEDULER = "vllm:scheduler"
 _SUBJECTS: dict[str, Callable[[], SubjectFactory]] = {
     "engine": _engine,
     "engine:groups": _engine_groups,
     "vllm:manager": _vllm_manager,
+    VLLM_SCHEDULER: _vllm_scheduler,
+    f"{VLLM_SCHEDULER}:priority": lambda: _vllm_scheduler("priority"),
 }
 SUBJECT_NAMES = (*_SUBJECTS, "scheduler:POLICY", "eviction:POLICY")
 
@@ -71,6 +81,8 @@ def subject_factory(name: str, *, imports: bool = True) -> SubjectFactory:
     """
     if name in _SUBJECTS:
         return _SUBJECTS[name]()
+    if name.startswith(f"{VLLM_SCHEDULER}:"):
+        return _vllm_scheduler(name.removeprefix(f"{VLLM_SCHEDULER}:"), imports)
     module, _, attribute = name.partition(":")
     if module in _FAMILIES and attribute:
         return _FAMILIES[module](attribute, imports)

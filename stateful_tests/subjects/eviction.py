@@ -57,7 +57,7 @@ class _Consistent(EvictionPolicy):
         self._policy = policy(capacity)
 
     def insert(self, entry: int, key: bytes, used: bool = True) -> None:
-        self._policy.insert(entry, key, used)
+        self._policy.insert(entry, key)  # on the device all are used: nothing else is ever told
 
     def remove(self, entry: int) -> None:
         self._policy.remove(entry)

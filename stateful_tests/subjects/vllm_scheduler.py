@@ -7,33 +7,34 @@ ends are told as a scheduler's events.  So both floors are checked, as those of 
 
 How vLLM maps:
 
-* **Memory is seen in the order of the stream.**  vLLM frees the blocks of a request that ends
-  while a step carries it at once, and relies on the GPU's stream: whatever is launched later runs
-  later.  So for the cache a step is retired when it is launched; its samples come when they come.
-* **Keys are published when slots are allocated**, and owed until the next step is launched: what
-  is findable then must have been written.
+* **Keys are published when slots are allocated**, before the step that computes them is launched.
+  What is owed so has to be written by that step: the cache's step is launched and retired when
+  ``schedule`` returns, which is the order of the GPU's stream, and its samples come later.
+* **What a step reads** is not asked of the cache, but followed as a worker follows it: from the
+  block ids and the computed tokens in vLLM's ``SchedulerOutput``.
 * A token is told to the cache when vLLM gives it a slot; vLLM has known it a little longer.
   Therefore an admission again may hit one block more than the tokens told allow, which is why
-  ``exact_admission`` is not promised.  Instead each admission is counted (FIT).
-* **run_ahead** 1 drives ``Scheduler``, 2 and more ``AsyncScheduler`` with two outputs in flight.
-  That publishes a block of sampled tokens only when its own sample is known; without a word for
-  it in :class:`Semantics`, asynchronous scheduling is driven without the prefix cache.
-* ``long_prefill_token_threshold`` is half of the token budget.  A budget that no batch could use
-  up is lowered to half of the pool, so that prompts come in chunks.
+  ``exact_admission`` is not promised.  Instead each admission's blocks and hits are counted (FIT).
+* ``long_prefill_token_threshold`` is two blocks, and a budget that the pool could not use up is
+  lowered to half of the pool: so prompts are computed in chunks, several at a time.
 * The front end's part, to refuse what can never fit, is the adapter's: ``max_model_len`` is the
   pool at most, as vLLM demands when it starts.
+* Time stands still: figures of time are 0.
 
-Not driven: tiers, watermarks, resets (vLLM drops samples in flight then), speculative tokens.
+Driven is ``Scheduler``, with one step in flight.  ``AsyncScheduler`` frees blocks while a step in
+flight carries them, and the order of the stream makes that safe: a promise that
+:class:`Semantics` has no word for.  Not driven either: tiers, watermarks, speculative tokens, and
+resets, which drop samples in flight.
+
+vLLM is imported when the first subject is built, not with this module.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import lru_cache
-from importlib import import_module
+from functools import lru_cache, partial
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ from msgspec.structs import replace
 
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.events import (
-    BlocksEvicted,
+    BlocksReleased,
     Event,
     RequestAborted,
     RequestAdmitted,
@@ -82,6 +83,7 @@ from kvproof.invariants.prompts import prompt_length, prompt_tokens, sampled_tok
 from kvproof.invariants.scheduling.vocabulary import (
     BlocksCounted,
     Completed,
+    Limits,
     Part,
     Promises,
     QueueState,
@@ -92,7 +94,9 @@ from kvproof.invariants.scheduling.vocabulary import (
 )
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
+from kvproof.stateful_tests.subjects.policies import user_module
 from kvproof.stateful_tests.subjects.scheduler import SchedulerSubject
+from kvproof.stateful_tests.subjects.vllm_manager import NAME as MANAGER
 from kvproof.stateful_tests.subjects.vllm_manager import (
     VllmManagerSubject,
     VllmManagerView,
@@ -101,90 +105,780 @@ from kvproof.stateful_tests.subjects.vllm_manager import (
 )
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
 NAME = "vllm:scheduler"
 POLICIES = ("fcfs", "priority")
-"""Those of vLLM's own; the first one is its default."""
+"""vLLM's own; the first one is its default."""
 
 CHOICE = 0
-"""Which tokens are sampled, see ``sampled_token``: what a request samples follows its place."""
-STOP = 1 << 33
-"""The token at which requests stop early: no prompt has it, and no sample else."""
+"""What requests sample, see ``sampled_token``: the same at the same place, so that they meet."""
+STOP = 1 << 30
+"""The token at which requests stop early: no prompt has it, and nothing else samples it."""
+
 _PROMISES = {
     "fcfs": Promises(fcfs=True, no_barrier=True, work_conserving=True),
     "priority": Promises(strict_priority=True, no_barrier=True, work_conserving=True),
 }
 _RETIRE = Retire()
-_number = attrgetter("number")
+_by_number = attrgetter("number")
+
+
+def vllm_scheduler_factory(
+    policy: str, scheduler_class: str | None = None, *, imports: bool
+) -> Callable[[Configuration], VllmSchedulerSubject]:
+    """A subject with that policy of vLLM's, and perhaps with MODULE:CLASS for its scheduler.
+
+    ``imports``: as for ``subject_factory``.  Raises InputError if there is no such thing.
+    """
+    if policy not in POLICIES:
+        raise InputError(f"vLLM has no policy {policy!r}: there are {', '.join(POLICIES)}")
+    options = [policy, scheduler_class] if scheduler_class else [policy][policy == POLICIES[0] :]
+    name = ":".join([NAME, *options])
+    if scheduler_class and not imports:
+        raise InputError(f"the case is of subject {name!r}: say --subject {name} to import it")
+    load_scheduling()  # now, so that a missing package is bad input and not a crash of the subject
+    chosen = user_scheduler(scheduler_class) if scheduler_class else None
+    return partial(VllmSchedulerSubject, policy=policy, name=name, scheduler_class=chosen)
+
+
+def user_scheduler(name: str) -> type[Scheduler]:
+    """The class that MODULE:CLASS names, to stand in for vLLM's Scheduler."""
+    module, _, attribute = name.partition(":")
+    try:
+        chosen = getattr(user_module(module), attribute)
+    except Exception as error:  # whatever the user's module does when imported
+        raise InputError(
+            f"scheduler class {name!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from None
+    base = load_scheduling().scheduler
+    if not (isinstance(chosen, type) and issubclass(chosen, base)):
+        raise InputError(f"scheduler class {name!r} is no subclass of vLLM's Scheduler")
+    return chosen
 
 
 # -- vLLM itself -------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=1)
+def load_scheduling() -> _Scheduling:
+    """Import vLLM's scheduler, once per process; raises SubjectUnavailable."""
+    try:
+        return _Scheduling()
+    except SubjectUnavailable as error:
+        raise SubjectUnavailable(str(error).replace(MANAGER, NAME)) from None
+    except ImportError as error:
+        raise SubjectUnavailable(
+            f"the subject {NAME}: vLLM's scheduler cannot be imported ({error}): "
+            "see requirements-vllm.txt"
+        ) from error
+
+
 class _Model(SimpleNamespace):
     """All that the scheduler asks of a model's configuration."""
 
-    uses_mrope = is_encoder_decoder = is_diffusion = False
-    supports_multimodal_inputs = return_sampling_mask = False
-    runner_type = "generate"
-    multimodal_config = None
-    skip_tokenizer_init = True
+    def __init__(self, max_model_len: int) -> None:
+        super().__init__(
+            max_model_len=max_model_len,
+            runner_type="generate",
+            uses_mrope=False,
+            is_encoder_decoder=False,
+            is_diffusion=False,
+            supports_multimodal_inputs=False,
+            multimodal_config=None,
+            return_sampling_mask=False,
+            skip_tokenizer_init=True,
+        )
 
 
 class _Scheduling:
-    """The names of vLLM that this adapter uses, beside those of the manager's."""
+    """The names of vLLM that this adapter uses beside those of the manager's."""
 
     def __init__(self) -> None:
-        self.manager = load_vllm()
         from vllm.config import CacheConfig, DeviceConfig, SchedulerConfig, VllmConfig
         from vllm.sampling_params import SamplingParams
-        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.outputs import ModelRunnerOutput
         from vllm.v1.structured_output import StructuredOutputManager
 
-        self.synchronous = Scheduler
-        self.asynchronous = AsyncScheduler
+        self.manager = load_vllm()
+        self.scheduler = Scheduler
         self.output = ModelRunnerOutput
         self.sampling = SamplingParams
         self._config = VllmConfig(
-            scheduler_config=SchedulerConfig(max_model_len=8192, is_encoder_decoder=False),
+            scheduler_config=SchedulerConfig(
+                max_model_len=8192, is_encoder_decoder=False, async_scheduling=False
+            ),
             cache_config=CacheConfig(block_size=16),
             device_config=DeviceConfig(device="cpu"),
         )
-        self._structured = StructuredOutputManager(self._config_of(_Model(max_model_len=8192)))
-
-    def _config_of(self, model: _Model) -> Any:
-        config = copy(self._config)
-        config.model_config = model
-        return config
+        self._config.model_config = _Model(8192)
+        self._structured = StructuredOutputManager(self._config)
 
     def new_scheduler(
         self, configuration: Configuration, policy: str, scheduler_class: type[Scheduler]
     ) -> Scheduler:
-        """A scheduler over a pool of its own; vLLM's configuration is made once and copied."""
-        vllm, limits = self.manager, configuration.scheduling
-        config = self._config_of(_Model(max_model_len=limits.max_model_tokens))
+        """A scheduler over a pool of its own; vLLM's configuration is made once, and copied."""
+        vllm, limits, size = self.manager, configuration.scheduling, configuration.block_size
+        config: Any = copy(self._config)
+        config.model_config = _Model(limits.max_model_tokens)
         config.scheduler_config = scheduling = copy(config.scheduler_config)
         scheduling.policy = policy
-        scheduling.async_scheduling = configuration.run_ahead > 1
         scheduling.max_num_seqs = configuration.requests
         scheduling.max_num_batched_tokens = limits.token_budget
         scheduling.enable_chunked_prefill = limits.chunked_prefill
         scheduling.long_prefill_token_threshold = prefill_threshold(configuration)
         config.cache_config = caching = copy(config.cache_config)
-        caching.block_size = configuration.block_size
+        caching.block_size = size
         caching.enable_prefix_caching = configuration.prefix_caching
-        caching.num_gpu_blocks = configuration.blocks + 1
+        caching.num_gpu_blocks = blocks = configuration.blocks + 1
+        spec = vllm.attention(block_size=size, num_kv_heads=1, head_size=1, dtype=vllm.dtype)
         return scheduler_class(
             config,
-            vllm.cache_of(configuration),
+            vllm.cache_config(
+                num_blocks=blocks,
+                kv_cache_tensors=[],
+                kv_cache_groups=[vllm.group(["layer"], spec)],
+            ),
             structured_output_manager=self._structured,
-            block_size=configuration.block_size,
-            hash_block_size=configuration.block_size,
+            block_size=size,
+            hash_block_size=size,
             log_stats=True,
         )
+
+    def new_request(
+        self, number: int, operation: Arrive, block_hasher: Callable[[Request], list[Any]] | None
+    ) -> Request:
+        """A request as the front end would hand it over."""
+        vllm = self.manager
+        return vllm.request(
+            request_id=f"request-{number}",
+            prompt_token_ids=prompt_tokens(operation.prompt).tolist(),
+            sampling_params=self.sampling(
+                max_tokens=max(operation.output, operation.max_tokens), stop_token_ids=[STOP]
+            ),
+            pooling_params=None,
+            arrival_time=float(number),
+            priority=operation.priority,
+            cache_salt=f"salt-{operation.salt}" if operation.salt else None,
+            block_hasher=block_hasher,
+        )
+
+
+def prefill_threshold(configuration: Configuration) -> int:
+    """``long_prefill_token_threshold``: tokens of one prompt in a step, if several run."""
+    return 2 * configuration.block_size if configuration.scheduling.chunked_prefill else 0
+
+
+def fitted(configuration: Configuration) -> Configuration:
+    """As vLLM would accept it, and with a budget that matters: see above."""
+    pool, limits = configuration.blocks * configuration.block_size, configuration.scheduling
+    longest = min(limits.max_model_tokens, pool)
+    budget = limits.token_budget
+    if not limits.chunked_prefill:
+        budget = max(budget, longest)
+    elif budget >= pool:
+        budget = max(1, pool // 2)
+    return Configuration(
+        blocks=configuration.blocks,
+        block_size=configuration.block_size,
+        requests=min(configuration.requests, budget),
+        run_ahead=1,
+        prefix_caching=configuration.prefix_caching,
+        kv_bytes_per_token=configuration.kv_bytes_per_token,
+        scheduling=Limits(
+            token_budget=budget,
+            max_model_tokens=longest,
+            chunked_prefill=limits.chunked_prefill,
+        ),
+    )
+
+
+# -- the cache below -----------------------------------------------------------------------------
+
+
+class _Told(_Live):
+    """A request as the cache's checks know it: of its tokens, those that were given slots."""
+
+    __slots__ = ("told",)
+
+    def __init__(self, number: int, request: Request) -> None:
+        super().__init__(number, request)
+        self.told: int = request.num_tokens
+
+    @property
+    def length(self) -> int:
+        length: int = self.told
+        return length
+
+
+class _OverheardView(VllmManagerView):
+    """The manager's view, at the moment of which the latest operation tells."""
+
+    def __init__(self, cache: _OverheardCache) -> None:
+        super().__init__(cache)
+        self._cache = cache
+
+    def index(self, group: int) -> Mapping[bytes, Sequence[int]]:
+        index, early = super().index(group), self._cache.early
+        if early is None:
+            return index
+        found = {key: [b for b in blocks if b != early] for key, blocks in index.items()}
+        return {key: blocks for key, blocks in found.items() if blocks}
+
+
+class _OverheardCache(VllmManagerSubject):
+    """The scheduler's cache: an operation is done by the scheduler, and told when it is done.
+
+    The listener is told, and calls ``apply`` with the operation, for its outcome.
+    """
+
+    name = NAME
+    capabilities = frozenset(
+        kind.__name__.lower()
+        for kind in (Admit, Decode, Reserve, Finish, Abort, Preempt, Resume, Launch, Retire)
+    )
+    semantics = replace(
+        VllmManagerSubject.semantics,
+        fences_releases=True,
+        exact_admission=False,
+        chunks=True,
+        runs_ahead=False,
+        slots=True,
+    )
+
+    def __init__(
+        self, configuration: Configuration, manager: KVCacheManager, listener: VllmSchedulerSubject
+    ) -> None:
+        super().__init__(configuration)
+        self.manager = manager
+        self._pool = manager.block_pool
+        self._view = _OverheardView(self)
+        self.early: int | None = None
+        """A block that is findable already, by a token that is told with the next operation."""
+        self._outcome = SKIPPED
+        self._listener = listener
+        self.evictions = 0
+        self.by_id: dict[str, _Told] = {}
+        """By vLLM's name: those that were admitted and are live."""
+        self._allocate_slots, self._free = manager.allocate_slots, manager.free
+        manager.allocate_slots = self.allocate_slots
+        manager.free = self.free
+
+    def apply(self, operation: Operation) -> Outcome:
+        return self._outcome
+
+    def _done(self, operation: Operation, live: _Told | None = None, **fields: Any) -> None:
+        self._outcome = Outcome("done", None, live.number if live else None, **fields)
+        self._listener.overheard(operation, live.request if live else None)
+
+    def drain_events(self) -> Sequence[Event]:
+        events = super().drain_events()
+        self.evictions += sum([getattr(event, "cause", None) is not None for event in events])
+        return events
+
+    # -- what the scheduler does to its manager ------------------------------------------------
+
+    def allocate_slots(self, request: Request, num_new_tokens: int, **more: Any) -> Any:
+        """As the manager's; in the scheduler's hands every allocation is for tokens of a step."""
+        free = self._pool.get_num_free_blocks()
+        new_blocks = self._allocate_slots(request, num_new_tokens, **more)
+        if new_blocks is None:
+            return None
+        live = self.by_id.get(request.request_id)
+        if live is not None and live.running:
+            self._grown(live, request.num_computed_tokens + num_new_tokens)
+        else:
+            cached = more.get("num_new_computed_tokens", 0)
+            hits = more["new_computed_blocks"].blocks[0] if cached else ()
+            end = cached + num_new_tokens
+            if (
+                live is None
+                or (live.told - 1) // self.size == (request.num_tokens - 1) // self.size
+            ):
+                taken = free - self._pool.get_num_free_blocks()
+                self._listener.counted(request, end, taken, cached)
+            self._entered(live, request, end, cached, hits)
+        return new_blocks
+
+    @property
+    def size(self) -> int:
+        return self.configuration.block_size
+
+    def _entered(
+        self,
+        live: _Told | None,
+        request: Request,
+        end: int,
+        cached: int,
+        hits: Sequence[KVCacheBlock],
+    ) -> None:
+        operation: Admit | Resume
+        if live is None:
+            live = _Told(self._next_request, request)
+            self._next_request += 1
+            self.live[live.number] = self.by_id[request.request_id] = live
+            operation = self._listener.admission(request, end)
+            event: Event = RequestAdmitted(live.number, live.told, cached)
+        else:
+            operation = Resume(self.preempted.index(live), end)
+            self.preempted.remove(live)
+            event = RequestResumed(live.number, cached)
+        insort(self.running, live, key=_by_number)
+        live.running = True
+        live.computed = cached
+        self._tell_blocks(live, hits)
+        self._events.append(event)
+        if end > live.told and end % self.size == 0:
+            self.early = self.table(live)[-1].block_id
+        self._done(operation, live, cached_tokens=cached)
+        self.early = None
+        if end > live.told:
+            self._grown(live, end)
+
+    def _grown(self, live: _Told, end: int) -> None:
+        """It has slots up to ``end``: for a chunk, or for its latest output token."""
+        index = self.running.index(live)
+        if end <= live.told:
+            self._tell_blocks(live, ())
+            self._done(Reserve(index, end), live, count=0)
+            return
+        live.told += 1
+        self._tell_blocks(live, ())
+        self._events.append(RequestsDecoded((live.number,)))
+        self._done(Decode((index,), CHOICE), children=(live.number,))
+
+    def free(self, request: Request) -> None:
+        """As the manager's: the request was preempted, or has ended."""
+        live = self.by_id.get(request.request_id)
+        if live is None:  # it was never admitted
+            self._free(request)
+            return
+        index, among_all = None, list(self.live).index(live.number)
+        if live.running:
+            index = self.running.index(live)
+            self.running.remove(live)
+        else:
+            self.preempted.remove(live)
+        self._released(live, request)
+        if not request.is_finished():
+            insort(self.preempted, live, key=_by_number)
+            live.running = False
+            live.computed = 0
+            live.epoch += 1
+            self._events.append(RequestPreempted(live.number))
+            self._done(Preempt(0 if index is None else index), live)
+            return
+        del self.live[live.number], self.by_id[request.request_id]
+        if index is None or request.status == self._vllm.status.FINISHED_ABORTED:
+            self._events.append(RequestAborted(live.number))
+            self._done(Abort(among_all), live)
+        else:
+            self._events.append(RequestFinished(live.number))
+            self._done(Finish(index), live)
+
+    def _released(self, live: _Told, request: Request) -> None:
+        blocks = list(self.table(live))
+        self._free(request)
+        live.rows = live.rows_published = 0
+        if not blocks:
+            return
+        released = self._order_of_release(blocks)
+        self._events.append(BlocksReleased(0, live.number, released))
+        for block in released:
+            if block in self._keys and self._pool.blocks[block].ref_cnt == 0:
+                self._cached_free[block] = None
+
+    def _tell_published(self, live: _Live, table: Sequence[KVCacheBlock]) -> None:
+        super()._tell_published(live, table[: live.length // self.size])
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def launched(self, step: int, items: Sequence[StepItem]) -> None:
+        """The scheduler's step, as its worker carries it out."""
+        places = {live.number: index for index, live in enumerate(self.running)}
+        operation = Launch(
+            items=tuple([(places.get(item.request, 0), item.end - item.start) for item in items])
+        )
+        event = StepLaunched(step, items)
+        self.steps.append(event)
+        self._events.append(event)
+        self._done(operation, count=sum([item.end - item.start for item in items]))
+
+    def retired(self) -> None:
+        """Whatever is launched later runs later: what the step has written is there."""
+        step = self.steps.popleft()
+        for item in step.items:
+            self.live[item.request].computed = item.end
+        self._events.append(StepRetired(step.step))
+        self._done(_RETIRE, count=len(step.items))
+
+
+# -- the scheduler ---------------------------------------------------------------------------------
+
+
+class _Job:
+    """A live request: vLLM's, and what its client and its worker know of it."""
+
+    __slots__ = ("number", "operation", "request", "table", "tokens")
+
+    def __init__(self, number: int, operation: Arrive, request: Request) -> None:
+        self.number = number
+        """Rank of arrival."""
+        self.operation = operation
+        self.request = request
+        self.table: list[int] = []
+        """The worker's block table …"""
+        self.tokens = 0
+        """… and the tokens that the worker has: prompt, and samples so far."""
+
+    def sample(self) -> int:
+        """The worker's next token."""
+        operation, position = self.operation, self.tokens
+        self.tokens += 1
+        outputs = self.tokens - self.request.num_prompt_tokens
+        if outputs == operation.output < operation.max_tokens:
+            return STOP
+        return sampled_token(CHOICE, position)
+
+
+class _Flight(Struct):
+    """A step whose samples vLLM does not have yet."""
+
+    step: int
+    scheduled: Any
+    results: Any
+
+
+class VllmSchedulerView:
+    """vLLM's queues and figures as they are; of what it does not count, the adapter's counts."""
+
+    def __init__(self, subject: VllmSchedulerSubject) -> None:
+        self._subject = subject
+        self._scheduler = subject.scheduler
+
+    def live(self) -> Sequence[int]:
+        jobs = self._subject.jobs_by_id
+        return sorted([jobs[name].number for name in self._scheduler.requests if name in jobs])
+
+    def standing(self, request: int) -> tuple[QueueState, int, int]:
+        found: Request = self._subject.jobs[request].request
+        return self._queue(found), found.num_output_tokens, found.num_preemptions
+
+    def _queue(self, request: Request) -> QueueState:
+        """The queue in which it really is: "swapped" stands for none, or more than one."""
+        scheduler = self._scheduler
+        queues = [queue for queue in (scheduler.running, scheduler.waiting) if request in queue]
+        if len(queues) != 1:
+            return "swapped"
+        if queues[0] is scheduler.running:
+            return "running"
+        preempted = request.status == self._subject.vllm.manager.status.PREEMPTED
+        return "preempted" if preempted else "waiting"
+
+    def cache_request(self, request: int) -> int | None:
+        live = self._subject.cache.by_id.get(self._subject.jobs[request].request.request_id)
+        return live.number if live is not None else None
+
+    def metrics(self) -> Mapping[str, int]:
+        subject, scheduler = self._subject, self._scheduler
+        pool, configuration = scheduler.kv_cache_manager.block_pool, subject.configuration
+        total, free = pool.num_gpu_blocks - 1, pool.get_num_free_blocks()
+        block_bytes = configuration.block_size * configuration.kv_bytes_per_token
+        running, waiting = scheduler.get_request_counts()
+        queries, hits = subject.prefix_cache_figures()
+        return dict.fromkeys(_OF_TIERS, 0) | {
+            "kv_capacity_bytes": total * block_bytes,
+            "kv_bytes_used": (total - free) * block_bytes,
+            "kv_blocks_total": total,
+            "kv_blocks_free": free,
+            "live_cached_tokens": sum(
+                [r.num_computed_tokens - r.num_in_flight_tokens for r in scheduler.running]
+            ),
+            "active_sequences": running,
+            "waiting_sequences": waiting,
+            "admissions": subject.admissions,
+            "resumptions": subject.resumptions,
+            "preemptions": subject.preemptions,
+            "evictions": subject.cache.evictions,
+            "prefix_cache_hits": hits,
+            "prefix_cache_queries": queries,
+            "iterations": scheduler.num_executed_steps,
+            "batch_size_by_iteration": subject.batch_size,
+        }
+
+    def request_metrics(self, request: int) -> Mapping[str, int]:
+        job = self._subject.jobs[request]
+        manager = self._scheduler.kv_cache_manager
+        return dict.fromkeys(_TIMES, 0) | {
+            "input_tokens": job.request.num_prompt_tokens,
+            "cached_tokens": self._subject.cached_tokens.get(request, 0),
+            "allocated_blocks": len(manager.get_block_ids(job.request.request_id)[0]),
+            "preemptions": job.request.num_preemptions,
+        }
+
+
+_OF_TIERS = (
+    "host_offload_bytes",
+    "host_promotions",
+    "stalls",
+    "stall_time_ns",
+    "promotions",
+    "promotion_time_ns",
+    "fetches",
+    "fetch_time_ns",
+    "store_busy_ns",
+    "promote_busy_ns",
+    "demote_busy_ns",
+    "fetch_busy_ns",
+)
+"""Figures of copies: there are none."""
+_TIMES = ("queue_time_ns", "prefill_time_ns", "decode_time_ns")
+"""The clock stands still."""
+
+
+class VllmSchedulerSubject(SchedulerSubject):
+    """Drives one vLLM scheduler as its engine core would, one operation at a time.
+
+    Raises SubjectUnavailable where vLLM 0.33 is not installed.
+    """
+
+    capabilities = frozenset(("arrive", "schedule", "run", "retire", "abort"))
+    cache: Any
+    scheduler: Any
+    state_view: Any
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        *,
+        policy: str = POLICIES[0],
+        name: str = NAME,
+        scheduler_class: type[Scheduler] | None = None,
+    ) -> None:
+        self.vllm = load_scheduling()
+        self.name = name
+        self.configuration = fitted(configuration)
+        self.scheduler = self.vllm.new_scheduler(
+            self.configuration, policy, scheduler_class or self.vllm.scheduler
+        )
+        self.cache = _OverheardCache(
+            self.configuration, self.scheduler.kv_cache_manager, listener=self
+        )
+        self.semantics = self.cache.semantics
+        self.promises = _PROMISES[policy]
+        self.jobs: dict[int, _Job] = {}
+        """Live requests, by arrival."""
+        self.jobs_by_id: dict[str, _Job] = {}
+        self.admissions = self.resumptions = self.preemptions = self.batch_size = 0
+        self.cached_tokens: dict[int, int] = {}
+        """Of requests that were admitted: what their first admission hit."""
+        self.state_view = VllmSchedulerView(self)
+        self._perform: Callable[[Operation], Outcome] = self.cache.apply
+        self._hear: Callable[[SchedulerEvent], None] = lambda event: None
+        self._events: list[Event] = []
+        self._flights: list[_Flight] = []
+        self._arrivals = self._iterations = self._steps = 0
+        self._queries = self._hits = 0
+        self._noted: dict[type[Operation], list[int]] = {Admit: [], Resume: [], Preempt: []}
+        """Whom the present iteration admitted, resumed and preempted."""
+        self._block_hasher = self.cache._block_hasher
+        self._handlers = {
+            Arrive: self._arrive,
+            Schedule: lambda operation: self._schedule(),
+            Run: self._run,
+            Retire: lambda operation: self._retire(),
+            Abort: self._abort,
+        }
+
+    # -- what the cache below overhears ----------------------------------------------------------
+
+    def admission(self, request: Request, end: int) -> Admit:
+        operation = self.jobs_by_id[request.request_id].operation
+        return Admit(operation.prompt, salt=operation.salt, slots=end)
+
+    def counted(self, request: Request, tokens: int, blocks: int, cached: int) -> None:
+        number = self.jobs_by_id[request.request_id].number
+        self._emit(BlocksCounted(number, tokens, blocks, cached))
+
+    def overheard(self, operation: Operation, request: Request | None) -> None:
+        """The scheduler did this to its cache, for that request."""
+        noted = self._noted.get(operation.__class__)
+        if noted is not None and request is not None:
+            noted.append(self.jobs_by_id[request.request_id].number)
+        outcome = self._perform(operation)
+        if isinstance(operation, Admit):
+            self.cached_tokens[self._noted[Admit][-1]] = outcome.cached_tokens
+
+    # -- the clients -----------------------------------------------------------------------------
+
+    def _arrive(self, operation: Arrive) -> Outcome:
+        prompt, output = (
+            prompt_length(operation.prompt),
+            max(operation.output, operation.max_tokens),
+        )
+        refusal = self._never_fits(prompt, output)
+        if refusal:
+            return Outcome("refused", refusal)
+        number = self._arrivals
+        self._arrivals += 1
+        request = self.vllm.new_request(number, operation, self._block_hasher)
+        job = _Job(number, operation, request)
+        self.jobs[number] = self.jobs_by_id[request.request_id] = job
+        self.scheduler.add_request(request)
+        self._emit(
+            RequestArrived(
+                number, 0, prompt, request.max_tokens, operation.output, request.priority
+            )
+        )
+        return Outcome("done", None, number)
+
+    def _never_fits(self, prompt: int, output: int) -> str | None:
+        size, limits = self.configuration.block_size, self.configuration.scheduling
+        if -(-(prompt + output - 1) // size) > self.configuration.blocks:
+            return LARGER_THAN_POOL
+        return LARGER_THAN_MODEL if prompt + output > limits.max_model_tokens else None
+
+    def _abort(self, operation: Abort) -> Outcome:
+        if not self.jobs:
+            return SKIPPED
+        job = list(self.jobs.values())[operation.request % len(self.jobs)]
+        status = self.vllm.manager.status.FINISHED_ABORTED
+        self.scheduler.finish_requests(job.request.request_id, status)
+        self._forget(job)
+        self._emit(RequestCancelled(job.number))
+        return Outcome("done", None, job.number)
+
+    def _forget(self, job: _Job) -> None:
+        del self.jobs[job.number], self.jobs_by_id[job.request.request_id]
+
+    # -- the engine core ---------------------------------------------------------------------------
+
+    def _schedule(self) -> Outcome:
+        if len(self._flights) >= self.configuration.run_ahead:
+            return Outcome("refused", RUN_AHEAD_LIMIT)
+        if not self.jobs:
+            return Outcome("refused", NOTHING_TO_RUN)
+        self._noted = {Admit: [], Resume: [], Preempt: []}
+        scheduled: SchedulerOutput = self.scheduler.schedule()
+        step = self._work(scheduled) if scheduled.num_scheduled_tokens else None
+        if step is None:
+            self.scheduler.update_from_output(scheduled, self._results({}))
+        admitted, resumed, preempted = map(tuple, self._noted.values())
+        self.admissions += len(admitted)
+        self.resumptions += len(resumed)
+        self.preemptions += len(preempted)
+        self._emit(
+            Scheduled(
+                self._iterations,
+                0,
+                step,
+                self._parts(scheduled),
+                admitted,
+                resumed,
+                preempted,
+                (),
+            )
+        )
+        self._iterations += 1
+        if step is not None:
+            self.cache.retired()
+        return Outcome("done", count=scheduled.total_num_scheduled_tokens)
+
+    def _parts(self, scheduled: SchedulerOutput) -> tuple[Part, ...]:
+        return tuple(
+            [
+                Part(self.jobs_by_id[name].number, tokens, self.cache.by_id[name].number)
+                for name, tokens in scheduled.num_scheduled_tokens.items()
+            ]
+        )
+
+    def _retire(self) -> Outcome:
+        if not self._flights:
+            return SKIPPED
+        flight = self._flights.pop(0)
+        sampled, finished = [], []
+        told = self.scheduler.update_from_output(flight.scheduled, flight.results)
+        for outputs in told.values():
+            self._take_figures(outputs.scheduler_stats)
+            for output in outputs.outputs:
+                job = self.jobs_by_id[output.request_id]
+                sampled += [job.number] * len(output.new_token_ids)
+                if output.finish_reason is not None:
+                    finished.append(job)
+        for job in finished:
+            self._forget(job)
+        ended = tuple([job.number for job in finished])
+        self._emit(Completed(flight.step, 0, tuple(sampled), ended))
+        return Outcome("done", count=len(sampled))
+
+    def _run(self, operation: Run) -> Outcome:
+        for done in range(operation.iterations):
+            outcome = self._schedule()
+            if self._retire().status == "skipped" and outcome.status != "done":
+                return Outcome("done", count=done) if done else outcome
+        return Outcome("done", count=operation.iterations)
+
+    # -- the worker --------------------------------------------------------------------------------
+
+    def _work(self, scheduled: SchedulerOutput) -> int:
+        """Carry out a step, with what vLLM tells its workers and nothing else; its number."""
+        items, samples = [], {}
+        starts = self._follow(scheduled)
+        for name, tokens in scheduled.num_scheduled_tokens.items():
+            job, live = self.jobs_by_id[name], self.cache.by_id[name]
+            end = starts[name] + tokens
+            items.append(StepItem(live.number, live.epoch, starts[name], end, (job.table[:],)))
+            samples[name] = [job.sample()] if end == job.tokens else []
+        step = self._steps
+        self._steps += 1
+        self.batch_size = len(items)
+        self.cache.launched(step, items)
+        self._flights.append(_Flight(step, scheduled, self._results(samples)))
+        return step
+
+    def _follow(self, scheduled: SchedulerOutput) -> dict[str, int]:
+        """Take in the news of tables and tokens; where each request stands."""
+        starts: dict[str, int] = {}
+        for new in scheduled.scheduled_new_reqs:  # resumed ones, too
+            job = self.jobs_by_id[new.req_id]
+            job.table = list(new.block_ids[0])
+            job.tokens = len(new.prefill_token_ids or new.prompt_token_ids or ())
+            starts[new.req_id] = new.num_computed_tokens
+        known = scheduled.scheduled_cached_reqs
+        for name, blocks, computed in zip(
+            known.req_ids, known.new_block_ids, known.num_computed_tokens, strict=True
+        ):
+            job = self.jobs_by_id[name]
+            if blocks is not None:
+                job.table += blocks[0]
+            starts[name] = computed
+        return starts
+
+    def _results(self, samples: Mapping[str, list[int]]) -> ModelRunnerOutput:
+        return self.vllm.output(
+            req_ids=list(samples),
+            req_id_to_index={name: index for index, name in enumerate(samples)},
+            sampled_token_ids=list(samples.values()),
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        )
+
+    # -- figures -----------------------------------------------------------------------------------
+
+    def _take_figures(self, stats: Any) -> None:
+        """vLLM's figures of the prefix cache, which it hands out once."""
+        if stats is not None:
+            self._queries += stats.prefix_cache_stats.queries
+            self._hits += stats.prefix_cache_stats.hits
+
+    def prefix_cache_figures(self) -> tuple[int, int]:
+        """Tokens that were looked up at first admissions, and those of them that were hit."""
+        pending = self.scheduler.kv_cache_manager.prefix_cache_stats
+        return self._queries + pending.queries, self._hits + pending.hits

@@ -1,0 +1,242 @@
+"""Mutation score of ``engine/`` and ``invariants/``: one command, results on one page.
+
+    pip install 'mutmut==3.8.1'
+    python benchmarks/mutation/run.py --work /tmp/mutation --page docs/mutation.md
+
+It goes on where it was stopped: what the work folder has is not run again.  mutmut names a mutant
+by the path of its file, and the folders here are imported by another name than their paths say:
+so it works in a folder of links with the real layout.  What is to kill stands in ``kill/``.  A
+mutant is a change of one expression; one that survives is explained in ``explained.toml``, or is
+a wish for a better check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvproof.fuzz.faults import all_faults
+from kvproof.fuzz.search import search
+from kvproof.fuzz.shrink import shrink
+from kvproof.invariants.case import save_case
+from kvproof.stateful_tests.totals import Totals
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PACKAGES = ("engine", "invariants", "kernels", "stateful_tests", "fuzz")
+PATHS = (
+    "engine/pool.py",
+    "engine/eviction/lru.py",
+    "engine/eviction/arc.py",
+    "engine/steps.py",
+    "engine/keys.py",
+    "engine/scheduler.py",
+    "engine/tiers/pool.py",
+    "engine/tiers/storage.py",
+    "engine/tiers/hierarchy.py",
+    "engine/tiers/transfers.py",
+    "invariants/checks/cons.py",
+    "invariants/checks/ref.py",
+    "invariants/checks/pin.py",
+    "invariants/checks/order.py",
+    "invariants/checks/key.py",
+    "invariants/checks/prov.py",
+    "invariants/checks/quies.py",
+    "invariants/scheduling/checks/plan.py",
+    "invariants/scheduling/checks/fit.py",
+)
+"""What is mutated unless other files are named."""
+STATUS = {0: "survived", 1: "killed", 3: "killed", 5: "no tests", 33: "no tests", None: "not run"}
+"""By the exit code of a mutant's tests; any other was ended by force: a time limit, a crash."""
+SETTINGS = """\
+[tool.mutmut]
+source_paths = ["kvproof/engine", "kvproof/invariants"]
+also_copy = ["kvproof", "kill"]
+only_mutate = {files}
+pytest_add_cli_args = ["-p", "no:cacheprovider"]
+pytest_add_cli_args_test_selection = {tests}
+
+[tool.pytest.ini_options]
+addopts = ["--import-mode=importlib"]
+pythonpath = ["."]
+"""
+
+
+_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
+
+
+class Survivor(NamedTuple):
+    """A mutant that nothing noticed."""
+
+    function: str
+    before: str
+    after: str
+
+    @property
+    def is_wording(self) -> bool:
+        """Only what a sentence says was changed."""
+        said = zip(_TEXT.findall(self.before), _TEXT.findall(self.after), strict=False)
+        changed = [before for before, after in said if before != after]
+        same_code = _TEXT.sub('""', self.before) == _TEXT.sub('""', self.after)
+        return same_code and all(" " in text for text in changed)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("paths", nargs="*", default=PATHS, help="files, such as engine/pool.py")
+    parser.add_argument("--work", type=Path, required=True, help="folder to work in, kept")
+    parser.add_argument("--page", type=Path, required=True, help="Markdown file to write")
+    asked = parser.parse_args(arguments)
+    work = asked.work.resolve()
+    build(work, asked.paths)
+    for path in asked.paths:
+        mutate(work, path)
+    asked.page.write_text("\n".join(page(work, asked.paths)) + "\n", encoding="utf-8")
+
+
+def build(work: Path, paths: Sequence[str]) -> None:
+    """The folder of links, what is to kill, and mutmut's settings."""
+    links = work / "kvproof"
+    links.mkdir(parents=True, exist_ok=True)
+    for name in PACKAGES:
+        if not (links / name).is_symlink():
+            (links / name).symlink_to(ROOT / name)
+    shutil.copytree(HERE / "kill", work / "kill", dirs_exist_ok=True)
+    tests = ["kill/test_loop.py"]
+    if any(path.startswith("invariants/") for path in paths):
+        tests.append("kill/test_controls.py")
+        find_controls(work / "kill" / "cases")
+    files = [f"kvproof/{path}" for path in paths]
+    settings = SETTINGS.format(files=json.dumps(files), tests=json.dumps(tests))
+    (work / "pyproject.toml").write_text(settings, encoding="utf-8")
+
+
+def find_controls(folder: Path) -> None:
+    """A small case for each seeded fault."""
+    folder.mkdir(exist_ok=True)
+    for fault in all_faults():
+        path = folder / f"{fault.id}.json"
+        if not path.exists():
+            seed = f"control/{fault.id}"
+            found = search(fault.subject, seed, seconds=600, totals=Totals(), fault=fault.id)
+            shrunk = shrink(found.case, replays_max=100) if found else None
+            assert shrunk, fault.id
+            save_case(shrunk.case, path)
+
+
+def mutate(work: Path, path: str) -> None:
+    """Run the mutants of one file that have not been run."""
+    module = f"kvproof/{path}".removesuffix(".py").replace("/", ".")
+    command = ("run", "--max-children", "1", f"{module}.*")
+    print(f"{path} …", flush=True)
+    with (work / "mutmut.log").open("ab") as log:
+        _mutmut(work, *command, stdout=log, stderr=log)
+
+
+def _mutmut(work: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-m", "mutmut", *arguments]
+    return subprocess.run(command, cwd=work, env=environment, check=False, text=True, **options)
+
+
+def statuses(work: Path, path: str) -> dict[str, str]:
+    """By mutant."""
+    meta = work / "mutants" / "kvproof" / f"{path}.meta"
+    if not meta.exists():
+        return {}
+    codes = json.loads(meta.read_text())["exit_code_by_key"]
+    return {name: STATUS.get(code, "ended by force") for name, code in codes.items()}
+
+
+def survivors(work: Path, path: str) -> Iterator[Survivor]:
+    """Those of one file, as changes of lines."""
+    for name, status in statuses(work, path).items():
+        if status in ("survived", "no tests"):
+            shown = _mutmut(work, "show", name, capture_output=True).stdout
+            lines = [line for line in shown.splitlines() if not line.startswith(("---", "+++"))]
+            before, after = (
+                " ".join(line[1:].strip() for line in lines if line.startswith(sign))
+                for sign in "-+"
+            )
+            yield Survivor(function_of(name), before, after)
+
+
+def function_of(mutant: str) -> str:
+    """``BlockPool.take`` of ``kvproof.engine.pool.xǁBlockPoolǁtake__mutmut_1``."""
+    name = mutant.rpartition(".")[2].rpartition("__mutmut_")[0]
+    return name.removeprefix("xǁ").replace("ǁ", ".") if "ǁ" in name else name.removeprefix("x_")
+
+
+def page(work: Path, paths: Sequence[str]) -> Iterator[str]:
+    """The results in Markdown."""
+    explained = tomllib.loads((HERE / "explained.toml").read_text(encoding="utf-8"))
+    counts = {path: Counter(statuses(work, path).values()) for path in paths}
+    yield "# Mutation score"
+    yield ""
+    yield "Written by `python benchmarks/mutation/run.py --work FOLDER --page FILE.md"
+    yield f"{' '.join(paths)}`."
+    yield ""
+    yield (
+        "A mutant is a copy of a file with one expression changed.  It is killed by the seeded "
+        "loop from fixed seeds (`benchmarks/mutation/kill/`), which must stay silent on what is "
+        "right, and, for the checks, by one small case for each seeded fault, which must still "
+        "be seen at the same operation and as the same property.  *Ended by force* (a time "
+        "limit: it ran for ever) counts as killed.  The score is of mutants that were run, "
+        "without those that only change the words of a message."
+    )
+    yield ""
+    yield "| file | mutants | run | killed | ended by force | survived | of these wording | score |"
+    yield "|---|---|---|---|---|---|---|---|"
+    told = {path: list(survivors(work, path)) for path in paths}
+    for path in paths:
+        yield _row(path, counts[path], told[path])
+    total = sum(counts.values(), Counter[str]())
+    yield _row("all", total, [one for path in paths for one in told[path]])
+    yield ""
+    for path in paths:
+        yield from _of_file(path, told[path], explained.get(path, []))
+
+
+def _row(path: str, counts: Counter[str], survived: Sequence[Survivor]) -> str:
+    run = counts.total() - counts["not run"]
+    wording = sum(one.is_wording for one in survived)
+    score = f"{100 * (run - len(survived)) / (run - wording):.0f} %" if run > wording else "–"
+    cells = (counts.total(), run, counts["killed"], counts["ended by force"], len(survived))
+    return f"| {path} | {' | '.join(map(str, cells))} | {wording} | {score} |"
+
+
+def _of_file(
+    path: str, survived: Sequence[Survivor], explained: Sequence[dict[str, str]]
+) -> Iterator[str]:
+    telling = [one for one in survived if not one.is_wording]
+    if not telling:
+        return
+    yield f"## {path}"
+    yield ""
+    for one in telling:
+        why = next((e["why"] for e in explained if _explains(e, one)), "**not explained**")
+        yield f"- `{one.function}`: `{one.before}` → `{one.after}`: {why}"
+    yield ""
+
+
+def _explains(entry: dict[str, str], survivor: Survivor) -> bool:
+    """An entry names a function, and what the changed line has in it before and after."""
+    return (
+        entry.get("function", survivor.function) == survivor.function
+        and entry.get("before", "") in survivor.before
+        and entry.get("after", "") in survivor.after
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
