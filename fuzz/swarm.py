@@ -13,6 +13,7 @@ from random import Random
 
 from msgspec import Struct
 
+from kvproof.fuzz.pressure_swarm import PRESSURE_SHARE, draw_pressure
 from kvproof.fuzz.scheduler_swarm import draw_configuration, draw_features, draw_operations
 from kvproof.fuzz.tier_swarm import (
     TIER_FEATURES,
@@ -97,8 +98,13 @@ def draw_run(seed: str, capabilities: frozenset[str], *, tiers_share: float = TI
 
     ``capabilities``: of the subject, and the names of its features.  Of runs of a subject that is
     capable of them, ``tiers_share`` have tiers; the others are the same whether it is or not.
+    Schedulers of others, which have no virtual time to wait for, are put under pressure, too.
     """
     rng, tiers_rng = Random(seed), Random(f"{seed}: tiers")
+    if "arrive" in capabilities and "wait" not in capabilities:
+        pressure = Random(f"{seed}: pressure")
+        if pressure.random() < PRESSURE_SHARE:
+            return Draw(seed, *draw_pressure(pressure))
     if "arrive" in capabilities:
         features = draw_features(rng)
         configuration = draw_configuration(rng, features)

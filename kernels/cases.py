@@ -17,7 +17,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from hypothesis import strategies as st
@@ -331,7 +331,7 @@ LONGEST = 40
 """Keys: two tiles of 16 and a half, which crosses every kind of edge."""
 
 
-ANYTHING = st.fixed_dictionaries(
+ANYTHING: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {
         "scaling": st.sampled_from(["one", "number", "per head"]),
         "layout": st.sampled_from(LAYOUTS),
@@ -344,7 +344,7 @@ ANYTHING = st.fixed_dictionaries(
     }
 )
 """What any kernel may meet, whatever else there is."""
-WITH_SCORES = st.fixed_dictionaries(
+WITH_SCORES: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {
         "softcap": st.sampled_from([0.0, 0.0, 1.0, 5.0, 30.0]),
         "sinks": st.booleans(),

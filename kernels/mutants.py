@@ -568,8 +568,8 @@ PAGE = """\
 
 {count} faults, each a replacement of exact text in the source of a kernel (`kernels/mutants.py`),
 and the checks that catch it in the interpreter, without a GPU. `tests/kernels/test_mutants.py`
-plants each one. This page is what `python -m kvproof.kernels.mutation_checks` found, which runs
-every check on every fault (some minutes) and fails where the list in the source says otherwise.
+plants each one. This page is what `python -m kvproof.kernels.mutants` found, which runs every check
+on every fault (some minutes) and fails where the list in the source says otherwise.
 
 {checks}
 
@@ -603,3 +603,14 @@ def page(found: Mapping[str, AbstractSet[str]]) -> str:
 def _markdown(rows: Sequence[tuple[str, ...]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
+def main() -> int:
+    """Run every check on every mutant and print ``docs/mutants.md``; 1 if the list is wrong."""
+    import_module("kvproof.kernels.interpreter").use_interpreter()
+    code: int = import_module("kvproof.kernels.mutation_checks").print_page()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

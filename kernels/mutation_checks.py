@@ -410,8 +410,8 @@ def _note_unequal(found: Verdicts, got: torch.Tensor, expected: torch.Tensor) ->
 KINDS_TRIED: tuple[TriedOn, ...] = (*CASES, "cache")
 
 
-def main() -> int:
-    """Run every check on every mutant and print ``docs/mutants.md``; 1 if the list is wrong."""
+def print_page() -> int:
+    """What ``kvproof.kernels.mutants`` does as a command; returns its exit code."""
     sound = [kind for kind in KINDS_TRIED if verdicts_on(None, (kind,))]
     found: dict[str, frozenset[str]] = {}
     for mutant in MUTANTS:
@@ -423,7 +423,3 @@ def main() -> int:
         print(f"caught without a fault: {', '.join(sound)}", file=sys.stderr)
     print(page(found), end="")
     return int(bool(sound) or any(found[m.id] != m.caught_by for m in MUTANTS))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -23,7 +23,13 @@ from ray.cluster_utils import Cluster
 
 from kvproof.fuzz.campaigns import ray_executor
 from kvproof.fuzz.campaigns.executors import BAD_INPUT, Ended
-from kvproof.fuzz.campaigns.ray_executor import RayExecutor, connect, part_of_a_unit
+from kvproof.fuzz.campaigns.ray_executor import Cluster as Workers
+from kvproof.fuzz.campaigns.ray_executor import (
+    RayExecutor,
+    connect,
+    part_of_a_unit,
+    what_there_is,
+)
 from kvproof.fuzz.campaigns.records import Campaign, Progress, Target
 from kvproof.fuzz.campaigns.shard import ShardJob
 from kvproof.fuzz.campaigns.store import Store, read_lines
@@ -66,7 +72,7 @@ def cluster() -> Iterator[Cluster]:
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             cluster.add_node(**NODE)
-            cluster.add_node(**NODE)
+            cluster.add_node(**NODE, num_gpus=1)  # Ray takes our word for it
             yield cluster
         finally:
             ray_executor.ray.shutdown()
@@ -120,8 +126,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture(scope="module")
 def joined(cluster: Cluster) -> None:
-    there = connect(cluster.address, uses_gpus=True)
-    assert (there.unit, there.workers) == ("num_cpus", 2)
+    assert connect(cluster.address, uses_gpus=False) == Workers("num_cpus", 2)
 
 
 @pytest.fixture
@@ -185,8 +190,13 @@ def test_a_shard_ends_in_order_and_goes_on(executor: RayExecutor, store: Store) 
 def test_a_shard_is_killed(executor: RayExecutor, store: Store) -> None:
     executor.start(job_of(store))
     grows(executor, store)
-    process = process_of(store, 0)
-    assert process
+    going = executor._going[0]
+    assert going.hangs()
+    going.asked, going.has_told = 0.0, False  # as if it had waited for a node until now
+    executor.kill(0)
+    assert store.present(0).read_text() == ""
+    grows(executor, store)
+    assert process_of(store, 0)
     executor.kill(0)
     assert end_of(executor).code == -signal.SIGKILL
     assert process_of(store, 0) is None
@@ -207,6 +217,17 @@ def test_a_shard_that_finds_no_free_node_waits(joined: None, store: Store) -> No
     executor = RayExecutor({"num_cpus": 2})
     executor.start(job_of(store, seconds=-ray_executor.LATE_SECONDS))
     assert end_of(executor) == Ended(0, 0)
+
+
+def test_a_shard_has_a_gpu_of_its_own(joined: None, store: Store) -> None:
+    assert what_there_is(uses_gpus=True) == Workers("num_gpus", 1)
+    executor = Workers("num_gpus", 1).executor(1)
+    executor.start(job_of(store))
+    grows(executor, store)
+    environment = Path(f"/proc/{process_of(store, 0)}/environ").read_bytes().split(b"\0")
+    assert b"CUDA_VISIBLE_DEVICES=0" in environment
+    executor.stop()
+    assert end_of(executor).code == 0
 
 
 def test_a_node_has_another_kvproof(executor: RayExecutor, store: Store) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from typer.testing import CliRunner
 from kvproof.fuzz.campaigns import shard as shard_module
 from kvproof.fuzz.campaigns.executors import Ended, LocalExecutor
 from kvproof.fuzz.campaigns.known import KnownIssue, entry_of, mended, read_ledger
+from kvproof.fuzz.campaigns.mended import put_mended_aside
 from kvproof.fuzz.campaigns.records import (
     DIED,
     HANG,
@@ -37,6 +39,7 @@ from kvproof.fuzz.campaigns.store import Journal, Store, read_lines
 from kvproof.fuzz.cli import main
 from kvproof.fuzz.cli.app import app
 from kvproof.fuzz.cli.fuzz import seconds_of
+from kvproof.fuzz.report.summary import summarise
 from kvproof.invariants.case import load_case
 from kvproof.invariants.errors import InputError
 
@@ -150,7 +153,7 @@ def test_the_same_command_goes_on_and_another_is_refused(
     canary: tuple[Path, dict[str, Any]],
 ) -> None:
     folder, fields = canary
-    again = kvproof("fuzz", "--time", "2s", "--out", "c", *CANARY, "--json", cwd=folder)
+    again = kvproof("fuzz", "--time", "1s", "--out", "c", *CANARY, "--json", cwd=folder)
     later = printed(again)
     assert later["ops"] > fields["ops"]
     assert [v["id"] for v in later["violations"]] == [v["id"] for v in fields["violations"]]
@@ -164,6 +167,30 @@ def test_the_same_command_goes_on_and_another_is_refused(
         assert result.returncode == 2
         assert result.stderr.strip() == f"kvproof: c: is another campaign: {message}"
     assert sorted((folder / "c").rglob("*")) == before
+
+
+def test_what_is_mended_is_put_aside_and_comes_back_if_it_does(
+    canary: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, _ = canary
+    copytree(folder / "c", tmp_path / "c")
+    store = Store(tmp_path / "c")
+    (finding,) = store.found()
+    put_mended_aside(store)
+    assert store.found() == [finding]  # the fault is still planted
+    case = store.findings / finding.id / "case.json"
+    with_fault = case.read_text()
+    case.write_text(with_fault.replace(f'"fault": "{FAULT}",', ""))
+    put_mended_aside(store)
+    assert not store.found()
+    assert (store.mended / finding.id / "finding.json").is_file()
+    summary = summarise([store.folder])
+    assert summary.verdict != "fail"
+    assert any("1 finding of before did not fail any more" in note for note in summary.notes)
+
+    again = kvproof("fuzz", "--time", "4s", "--out", "c", *CANARY, "--json", cwd=tmp_path)
+    fields = printed(again)
+    assert (again.returncode, [v["id"] for v in fields["violations"]]) == (1, [finding.id])
 
 
 # -- the ledger of known issues --------------------------------------------------------------------
@@ -513,7 +540,7 @@ def test_a_killed_parent_takes_its_workers_along_and_the_same_command_goes_on(
     wait_until(lambda: not any(is_running(worker) for worker in workers), 20.0)
     before, ops = store.found(), sum(line.totals.ops for line in lines_of(store))
     raw = [case for _, case in store.raw_cases()]
-    again = kvproof("fuzz", "--time", "3s", "--out", "c", *CANARY, "--json", cwd=tmp_path)
+    again = kvproof("fuzz", "--time", "2s", "--out", "c", *CANARY, "--json", cwd=tmp_path)
     assert printed(again)["ops"] > ops
     assert {record.id for record in before} <= {record.id for record in store.found()}
     assert not list(store.raw_cases()), raw

@@ -22,6 +22,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from kvproof.stateful_tests.totals import Totals
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+UNIT_TESTS = ROOT / "tests" / "test_mutants.py"
 PACKAGES = ("engine", "invariants", "kernels", "stateful_tests", "fuzz")
 PATHS = (
     "engine/pool.py",
@@ -96,11 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("paths", nargs="*", default=PATHS, help="files, such as engine/pool.py")
     parser.add_argument("--work", type=Path, required=True, help="folder to work in, kept")
     parser.add_argument("--page", type=Path, required=True, help="Markdown file to write")
+    parser.add_argument("--seconds", type=float, help="stop then; the same command goes on")
     asked = parser.parse_args(arguments)
     work = asked.work.resolve()
     build(work, asked.paths)
-    for path in asked.paths:
-        mutate(work, path)
+    mutate(work, asked.seconds)
     asked.page.write_text("\n".join(page(work, asked.paths)) + "\n", encoding="utf-8")
 
 
@@ -112,7 +114,8 @@ def build(work: Path, paths: Sequence[str]) -> None:
         if not (links / name).is_symlink():
             (links / name).symlink_to(ROOT / name)
     shutil.copytree(HERE / "kill", work / "kill", dirs_exist_ok=True)
-    tests = ["kill/test_loop.py"]
+    shutil.copy(UNIT_TESTS, work / "kill")
+    tests = [f"kill/{UNIT_TESTS.name}", "kill/test_loop.py"]
     if any(path.startswith("invariants/") for path in paths):
         tests.append("kill/test_controls.py")
         find_controls(work / "kill" / "cases")
@@ -134,13 +137,13 @@ def find_controls(folder: Path) -> None:
             save_case(shrunk.case, path)
 
 
-def mutate(work: Path, path: str) -> None:
-    """Run the mutants of one file that have not been run."""
-    module = f"kvproof/{path}".removesuffix(".py").replace("/", ".")
-    command = ("run", "--max-children", "1", f"{module}.*")
-    print(f"{path} …", flush=True)
-    with (work / "mutmut.log").open("ab") as log:
-        _mutmut(work, *command, stdout=log, stderr=log)
+def mutate(work: Path, seconds: float | None) -> None:
+    """Run the mutants that have not been run, for so long at most, or until Ctrl-C."""
+    with (
+        (work / "mutmut.log").open("ab") as log,
+        suppress(subprocess.TimeoutExpired, KeyboardInterrupt),
+    ):
+        _mutmut(work, "run", "--max-children", "1", stdout=log, stderr=log, timeout=seconds)
 
 
 def _mutmut(work: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -187,12 +190,13 @@ def page(work: Path, paths: Sequence[str]) -> Iterator[str]:
     yield f"{' '.join(paths)}`."
     yield ""
     yield (
-        "A mutant is a copy of a file with one expression changed.  It is killed by the seeded "
-        "loop from fixed seeds (`benchmarks/mutation/kill/`), which must stay silent on what is "
-        "right, and, for the checks, by one small case for each seeded fault, which must still "
-        "be seen at the same operation and as the same property.  *Ended by force* (a time "
-        "limit: it ran for ever) counts as killed.  The score is of mutants that were run, "
-        "without those that only change the words of a message."
+        "A mutant is a copy of a file with one expression changed.  It is killed by the tests that "
+        "earlier survivors led to (`tests/test_mutants.py`), by the seeded loop from fixed seeds "
+        "(`benchmarks/mutation/kill/`), which must stay silent on what is right, and, for the "
+        "checks, by one small case for each seeded fault, which must still be seen at the same "
+        "operation and as the same property.  *Ended by force* (a time limit: it ran for ever) "
+        "counts as killed.  The score is of mutants that were run, without those that only change "
+        "the words of a message."
     )
     yield ""
     yield "| file | mutants | run | killed | ended by force | survived | of these wording | score |"

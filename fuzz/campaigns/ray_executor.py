@@ -95,13 +95,17 @@ def connect(address: str, *, uses_gpus: bool) -> Cluster:
         if address == "auto" and isinstance(error, ConnectionError):
             error = ConnectionError("no cluster runs on this machine: `ray start` makes one")
         raise InputError(f"--ray {address}: {_first_line(error)}") from None
+    cluster = what_there_is(uses_gpus)
+    if not cluster.workers:
+        raise InputError(f"--ray {address}: the cluster has no CPUs")
+    return cluster
+
+
+def what_there_is(uses_gpus: bool) -> Cluster:
+    """GPUs, if they are of use and the cluster has any; else its CPUs."""
     units = ray.cluster_resources()
     gpus, cpus = (int(units.get(name, 0)) for name in ("GPU", "CPU"))
-    if uses_gpus and gpus:
-        return Cluster("num_gpus", gpus)
-    if not cpus:
-        raise InputError(f"--ray {address}: the cluster has no CPUs")
-    return Cluster("num_cpus", cpus)
+    return Cluster("num_gpus", gpus) if uses_gpus and gpus else Cluster("num_cpus", cpus)
 
 
 def _ask(address: str) -> None:
@@ -167,9 +171,20 @@ class Going(Struct):
     call: Any
     """Its answer is waited for: first ``begin``, then ``changes``, again and again."""
     deadline: float
-    has_begun: bool = False
+    asked: float
+    """When it was started here …"""
+    begun: float | None = None
+    """… and on its node."""
+    has_told: bool = False
+    """Its journal has grown there."""
     is_over: bool = False
     """It was told to stop."""
+
+    def hangs(self) -> bool:
+        """To whoever has waited long enough for its journal: if it was not for a node."""
+        if self.begun is None:
+            return False
+        return self.has_told or time.monotonic() - self.begun > self.begun - self.asked
 
 
 class RayExecutor:
@@ -191,12 +206,13 @@ class RayExecutor:
         except BlockingIOError:
             message = f"{store.folder}: shard {job.shard} is run by another process"
             raise InputError(message) from None
-        store.present(job.shard).write_text("")  # of a run, as long as it waits, it is at none
+        store.present(job.shard).write_text("")  # as long as it waits, it is at no run
         actor = self._actors.remote()
         state = state_of(store, job.shard)
         call = actor.begin.remote(self._sources, replace(job, known=None), state, os.getcwd())
-        deadline = time.monotonic() + job.seconds + LATE_SECONDS
-        self._going[job.shard] = Going(store, journal, ledger, actor, call, deadline)
+        now = time.monotonic()
+        deadline = now + job.seconds + LATE_SECONDS
+        self._going[job.shard] = Going(store, journal, ledger, actor, call, deadline, now)
 
     def ended(self) -> list[Ended]:
         shards = {going.call: shard for shard, going in self._going.items()}
@@ -220,8 +236,11 @@ class RayExecutor:
 
     def kill(self, shard: int) -> None:
         going = self._going.get(shard)
-        if going is None or not (going.has_begun or self._is_over):
-            return  # it does not hang, it waits for a node
+        if going is None:
+            return
+        if not going.hangs() and not self._is_over:
+            going.store.present(shard).write_text("")  # no run is to blame
+            return
         answered, _ = ray.wait([going.actor.kill.remote(shard)], timeout=ANSWER_SECONDS)
         if not answered:
             ray.kill(going.actor)
@@ -231,12 +250,12 @@ class RayExecutor:
         going, ended = self._going[shard], None
         try:
             answer = ray.get(going.call)
-            if going.has_begun:
+            if going.begun is not None:
                 changes, ended = answer
                 bring(changes, going.store, shard, going.journal, going.ledger)
-            elif going.is_over:
-                going.actor.stop.remote()
-            going.has_begun = True
+                going.has_told = going.has_told or bool(changes.lines)
+            else:
+                going.begun = time.monotonic()
             going.call = going.actor.changes.remote()
         except RayTaskError as error:
             return Ended(shard, BAD_INPUT, _first_line(error.cause))
@@ -250,7 +269,7 @@ class RayExecutor:
 def _end(going: Going) -> None:
     """In order, or at once if it was only waiting."""
     going.is_over = True
-    if going.has_begun:
+    if going.begun is not None:
         going.actor.stop.remote()
     else:
         ray.kill(going.actor)
@@ -258,10 +277,12 @@ def _end(going: Going) -> None:
 
 def _lost(shard: int, going: Going, error: RayError) -> Ended:
     """Its node has gone, or the actor beside it."""
-    if going.is_over and not going.has_begun:
+    if going.is_over and going.begun is None:
         return Ended(shard, 0)
     if "No module named 'kvproof" in str(error):
-        return Ended(shard, BAD_INPUT, "a node of the cluster has no kvproof, or another one")
+        return Ended(
+            shard, BAD_INPUT, "a node has no kvproof, or another one: install one on all nodes"
+        )
     message = f"{type(error).__name__}: {_first_line(error)}"
     note(going.store, shard, f"{message}\n")
     return Ended(shard, -signal.SIGKILL, message)

@@ -60,6 +60,8 @@ class Store:
         self.shards = folder / "shards"
         self.raw = folder / "raw"
         self.findings = folder / "findings"
+        self.mended = folder / "mended"
+        """Findings that did not fail any more when the campaign went on."""
         self.passed = folder / "passed"
 
     def make(self) -> None:

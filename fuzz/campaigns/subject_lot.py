@@ -10,7 +10,6 @@ from kvproof.fuzz.campaigns.corpus import Corpus
 from kvproof.fuzz.campaigns.lots import Lot, Site
 from kvproof.fuzz.campaigns.records import FindingRecord, Progress, Target
 from kvproof.fuzz.campaigns.targets import draw_for, seeds_of
-from kvproof.fuzz.campaigns.triage import UNSHRUNK
 from kvproof.fuzz.search import (
     DONE_TWICE_EVERY,
     Failure,
@@ -53,8 +52,8 @@ class SubjectLot(Lot):
         site = self.site
         for path, case in site.store.raw_cases():
             seeds, _, number = case.seed.rpartition("/")
-            own = int(number) % site.campaign.shards == site.shard
-            if own and seeds == seeds_of(site.campaign, self.target):
+            is_of_target = seeds == seeds_of(site.campaign, self.target)
+            if is_of_target and int(number) % site.campaign.shards == site.shard:
                 site.say(case.seed)
                 failing = Found(case, Violation(case.violates or CRASH, "the run failed"))
                 replays = case.seed not in site.passed_over
@@ -119,8 +118,11 @@ class SubjectLot(Lot):
     # -- time for other things -------------------------------------------------------------------
 
     def _suspect(self, finding: FindingRecord) -> None:
-        """From now on, most runs that have all that the finding needs are passed over."""
-        if finding.property not in UNSHRUNK:
+        """From now on, most runs that have all that the finding needs are passed over.
+
+        Of one that could not be shrunk, nobody knows what it needs.
+        """
+        if finding.kinds:
             self._suspicions.add((frozenset(finding.kinds), frozenset(finding.features)))
 
     def _is_suspect(self, draw: Draw) -> bool:

@@ -21,7 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvproof.fuzz.campaigns.known import Ledger, owner_of
-from kvproof.fuzz.campaigns.records import DIED, HANG, FindingRecord
+from kvproof.fuzz.campaigns.records import FindingRecord
 from kvproof.fuzz.campaigns.store import Store, as_text, digest, write_whole
 from kvproof.fuzz.replay import replay
 from kvproof.fuzz.search import DETERMINISM, Found
@@ -32,11 +32,8 @@ from kvproof.invariants.story import Moment, explain
 from kvproof.invariants.verdict import Violation, primary
 from kvproof.stateful_tests.export import log_text, pytest_source
 
-UNSHRUNK = frozenset((HANG, DIED, DETERMINISM))
-"""Properties whose findings do not say what it takes to break them: one each for a subject."""
-
-Look = tuple[str, str, str]
-"""What failing runs have in common that look alike: property, last operation, words."""
+Look = tuple[str, str, str, str]
+"""What failing runs have in common that look alike: owner, property, last operation, words."""
 _NUMBERS = re.compile(r"\d+")
 
 
@@ -44,7 +41,8 @@ def look_of(found: Found) -> Look:
     """Cheap, and the same for most failing runs with one cause."""
     operations = found.case.operations
     last = kind_of(operations[-1]) if operations else ""
-    return found.violation.property, last, _NUMBERS.sub("#", found.violation.message)[:120]
+    words = _NUMBERS.sub("#", found.violation.message)[:120]
+    return owner_of(found.case.subject), found.violation.property, last, words
 
 
 def finding_id(case: Case, property: str, kinds: Iterable[str], features: Iterable[str]) -> str:

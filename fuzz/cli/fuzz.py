@@ -20,6 +20,7 @@ import typer
 from kvproof.fuzz.campaigns import regress
 from kvproof.fuzz.campaigns.executors import LocalExecutor
 from kvproof.fuzz.campaigns.known import entry_of, mark_known, mended, read_ledger
+from kvproof.fuzz.campaigns.mended import put_mended_aside
 from kvproof.fuzz.campaigns.records import Campaign, CodeCoverage
 from kvproof.fuzz.campaigns.run import CampaignRun, Standing
 from kvproof.fuzz.campaigns.store import Store
@@ -148,6 +149,7 @@ def fuzz(
     notes = mended(ledger, [own.subject for own in campaign.targets])
     store = Store(out)
     store.begin(campaign)
+    put_mended_aside(store)
     mark_known(store, ledger)
     if not as_json:
         is_all = not (target or subject or policy)

@@ -422,6 +422,12 @@ def _notes(read: Sequence[_Folder], untriaged: int) -> Iterator[str]:
                     f"and in {folder.path}: the same runs, counted twice"
                 )
             shards[shard] = folder.path
+        mended = len([*Store(folder.path).mended.glob("*/finding.json")])
+        if mended:
+            yield (
+                f"{folder.path}: {counted(mended, 'finding')} of before did not fail any more, "
+                "see mended/"
+            )
         for run in folder.passed_over:
             yield f"{folder.path}: run {run.seed} was passed over: {run.why}"
     for campaign, shards in seen.items():

@@ -44,6 +44,7 @@ from msgspec.structs import replace
 
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.events import (
+    BlocksEvicted,
     BlocksReleased,
     Event,
     RequestAborted,
@@ -379,7 +380,7 @@ class _OverheardCache(VllmManagerSubject):
 
     def drain_events(self) -> Sequence[Event]:
         events = super().drain_events()
-        self.evictions += sum([getattr(event, "cause", None) is not None for event in events])
+        self.evictions += sum([len(e.blocks) for e in events if isinstance(e, BlocksEvicted)])
         return events
 
     # -- what the scheduler does to its manager ------------------------------------------------
@@ -397,10 +398,8 @@ class _OverheardCache(VllmManagerSubject):
             cached = more.get("num_new_computed_tokens", 0)
             hits = more["new_computed_blocks"].blocks[0] if cached else ()
             end = cached + num_new_tokens
-            if (
-                live is None
-                or (live.told - 1) // self.size == (request.num_tokens - 1) // self.size
-            ):
+            told = request.num_tokens if live is None else live.told
+            if (told - 1) // self.size == (request.num_tokens - 1) // self.size:
                 taken = free - self._pool.get_num_free_blocks()
                 self._listener.counted(request, end, taken, cached)
             self._entered(live, request, end, cached, hits)
@@ -677,7 +676,7 @@ class VllmSchedulerSubject(SchedulerSubject):
         self.jobs_by_id: dict[str, _Job] = {}
         self.admissions = self.resumptions = self.preemptions = self.batch_size = 0
         self.cached_tokens: dict[int, int] = {}
-        """Of requests that were admitted: what their first admission hit."""
+        """Of live requests that were admitted: what their first admission hit."""
         self.state_view = VllmSchedulerView(self)
         self._perform: Callable[[Operation], Outcome] = self.cache.apply
         self._hear: Callable[[SchedulerEvent], None] = lambda event: None
@@ -756,6 +755,7 @@ class VllmSchedulerSubject(SchedulerSubject):
 
     def _forget(self, job: _Job) -> None:
         del self.jobs[job.number], self.jobs_by_id[job.request.request_id]
+        self.cached_tokens.pop(job.number, None)
 
     # -- the engine core ---------------------------------------------------------------------------
 

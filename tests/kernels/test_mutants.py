@@ -53,7 +53,7 @@ def test_a_mutant_is_caught_by_the_checks_that_it_names(mutant: Mutant) -> None:
 
 
 def test_a_mutant_names_every_check_that_catches_it() -> None:
-    """On what is quickly tried in full; the command of ``mutation_checks`` tries the rest."""
+    """On what is quickly tried in full; the command of ``mutants`` tries the rest."""
     for mutant in MUTANTS:
         if mutant.kinds == ("cache",):
             assert verdicts_on(mutant, mutant.kinds).keys() == mutant.caught_by, mutant.id
@@ -109,12 +109,12 @@ def test_the_page_is_what_was_found(
     for module in (mutants, mutation_checks):
         monkeypatch.setattr(module, "MUTANTS", wrong)
     monkeypatch.setattr(mutation_checks, "KINDS_TRIED", ("cache",))
-    assert mutation_checks.main() == 1
+    assert mutants.main() == 1
     printed, complaint = capsys.readouterr()
     assert printed == page({m.id: m.caught_by for m in copies})
     assert complaint == f"{copies[0].id} is caught by ['value'], not ['laws']\n"
     monkeypatch.setattr(mutation_checks, "MUTANTS", copies)
-    assert mutation_checks.main() == 0
+    assert mutants.main() == 0
 
 
 def test_every_kernel_has_mutants() -> None:

@@ -1,0 +1,40 @@
+"""Findings whose case does not fail any more: a campaign that goes on puts them aside.
+
+Otherwise a campaign that is kept from night to night would fail for ever by what was mended long
+ago, and pass over the runs that might show it again.  If one comes back, it is found anew.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from kvproof.fuzz.campaigns.records import UNREPLAYED, FindingRecord
+from kvproof.fuzz.campaigns.store import Store
+from kvproof.fuzz.replay import replay
+from kvproof.fuzz.search import DETERMINISM
+from kvproof.invariants.case import load_case
+
+
+def put_mended_aside(store: Store) -> None:
+    """Move findings that do not fail in a replay from ``findings/`` to ``mended/``.
+
+    Those that one replay cannot judge (a hang, a kernel's check, chance) stay.  Raises InputError
+    if a case cannot be read.
+    """
+    for finding in store.found():
+        folder = store.findings / finding.id
+        if is_mended(finding, folder / "case.json"):
+            store.mended.mkdir(exist_ok=True)
+            aside = store.mended / finding.id
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(folder, aside)
+
+
+def is_mended(finding: FindingRecord, case: Path) -> bool:
+    """Whether a replay shows that nothing fails; a checker that stumbles shows nothing."""
+    if finding.property in (*UNREPLAYED, DETERMINISM) or not case.is_file():
+        return False
+    replayed = replay(load_case(case))
+    return not replayed.violations and replayed.problem is None
