@@ -568,8 +568,8 @@ PAGE = """\
 
 {count} faults, each a replacement of exact text in the source of a kernel (`kernels/mutants.py`),
 and the checks that catch it in the interpreter, without a GPU. `tests/kernels/test_mutants.py`
-plants each one. This page is what `python -m kvproof.kernels.mutants` found, which runs every check
-on every fault (some minutes) and fails where the list in the source says otherwise.
+plants each one. `python -m kvproof.kernels.mutants` prints this page from what it finds: it runs
+every check on every fault (some minutes), and fails where the list in the source says otherwise.
 
 {checks}
 

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from kvproof.fuzz.campaigns.records import Campaign, CodeCoverage, FileCoverage
-from kvproof.fuzz.campaigns.store import Store, as_text, write_whole
+from kvproof.fuzz.campaigns.store import Store, as_text, require_subject, write_whole
 from kvproof.fuzz.campaigns.targets import KERNELS
 from kvproof.fuzz.replay import replay
 from kvproof.invariants.errors import InputError
@@ -49,6 +49,7 @@ def replay_corpus(
     cases, failing = 0, []
     for target in campaign.targets:
         for path, case in store.kept(target.name):
+            require_subject(case, path, target.subject)
             cases += 1
             on_case()
             failing += [

@@ -201,12 +201,12 @@ class CampaignRun:
         if not seed:  # it was not at any
             return
         self._watched[shard].deaths = 0
-        journal = Journal(self._store.passed_over(shard))
-        journal.append([PassedOver(seed, why)])
-        journal.close()
         for target in self._campaign.targets:
             if seed.rpartition("/")[0] == seeds_of(self._campaign, target):
                 self._tell(shard, target, seed, Violation(property, why))
+        journal = Journal(self._store.passed_over(shard))  # last: what it lists is not tried again
+        journal.append([PassedOver(seed, why)])
+        journal.close()
 
     def _tell(self, shard: int, target: Target, seed: str, violation: Violation) -> None:
         """Make a finding of a run that is passed over: as it was drawn."""

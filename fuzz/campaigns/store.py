@@ -120,11 +120,13 @@ class Store:
     # -- findings and raw failures -----------------------------------------------------------------
 
     def found(self) -> list[FindingRecord]:
-        """All findings, the earliest first."""
-        records = [
-            read_record(path, FindingRecord)
-            for path in sorted(self.findings.glob("[!.]*/finding.json"))
-        ]
+        """All findings, the earliest first.  Raises InputError with file and place."""
+        records = []
+        for path in sorted(self.findings.glob("[!.]*/finding.json")):
+            record = read_record(path, FindingRecord)
+            if record.id != path.parent.name:  # it would lead to another folder
+                raise InputError(f"{path}: its id is {record.id!r}, unlike its folder's name")
+            records.append(record)
         return sorted(records, key=lambda record: (record.at, record.id))
 
     def keep_raw(self, case: Case) -> Path:
@@ -163,6 +165,15 @@ class Store:
         paths = [p for p in self.corpus(target).glob("[!.]*.json") if p not in besides]
         cases = [(path, load_case(path)) for path in sorted(paths)]
         return sorted(cases, key=lambda kept: len(kept[1].operations))
+
+
+def require_subject(case: Case, path: Path, subject: str) -> None:
+    """Raise InputError if the case is of another subject than the campaign says.
+
+    A folder may come from somebody else: no file in it has code imported that nobody named.
+    """
+    if case.subject != subject:
+        raise InputError(f"{path}: is of subject {case.subject!r}, and lies among those of {subject}")
 
 
 def folder_name(target: str) -> str:

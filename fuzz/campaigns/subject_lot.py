@@ -9,6 +9,7 @@ from zlib import crc32
 from kvproof.fuzz.campaigns.corpus import Corpus
 from kvproof.fuzz.campaigns.lots import Lot, Site
 from kvproof.fuzz.campaigns.records import FindingRecord, Progress, Target
+from kvproof.fuzz.campaigns.store import require_subject
 from kvproof.fuzz.campaigns.targets import draw_for, seeds_of
 from kvproof.fuzz.search import (
     DONE_TWICE_EVERY,
@@ -54,6 +55,7 @@ class SubjectLot(Lot):
             seeds, _, number = case.seed.rpartition("/")
             is_of_target = seeds == seeds_of(site.campaign, self.target)
             if is_of_target and int(number) % site.campaign.shards == site.shard:
+                require_subject(case, path, self.target.subject)
                 site.say(case.seed)
                 failing = Found(case, Violation(case.violates or CRASH, "the run failed"))
                 replays = case.seed not in site.passed_over

@@ -133,7 +133,7 @@ def fuzz(
     if coverage and not replay_corpus:
         raise InputError("--coverage is taken with --replay-corpus")
     if replay_corpus:
-        _regress(out, [*(subject or ()), *(policy or ())], coverage, as_json)
+        _regress(out, named_subjects(subject or (), policy or ()), coverage, as_json)
     writable_folder(out)
     there = Store(out).campaign()
     targets = chosen_targets(target or (), subject or (), policy or (), fault)
@@ -149,7 +149,7 @@ def fuzz(
     notes = mended(ledger, [own.subject for own in campaign.targets])
     store = Store(out)
     store.begin(campaign)
-    put_mended_aside(store)
+    put_mended_aside(store, campaign.targets)
     mark_known(store, ledger)
     if not as_json:
         is_all = not (target or subject or policy)
@@ -220,14 +220,20 @@ def _words(standing: Standing) -> str:
     return f"{standing.ops:,} operations, {standing.novel} kept{failing}"
 
 
-def _regress(out: Path, named: Sequence[str], coverage: bool, as_json: bool) -> NoReturn:
+def named_subjects(subjects: Sequence[str], policies: Sequence[str]) -> frozenset[str]:
+    """The subjects that the user named, and whose code may be imported."""
+    families = ("scheduler", "eviction")
+    return frozenset([*subjects, *[f"{own}:{name}" for own in families for name in policies]])
+
+
+def _regress(out: Path, named: frozenset[str], coverage: bool, as_json: bool) -> NoReturn:
     """Run the corpus again, and leave with the verdict."""
     store = Store(out)
     campaign = store.campaign()
     if campaign is None:
         raise InputError(f"{out}: is no campaign's folder: there is no campaign.json in it")
     for own in campaign.targets:
-        if own.subject.partition(":")[2] not in named and not may_import(own.subject, named):
+        if own.subject != KERNELS and not may_import(own.subject, named):
             raise InputError(f"{out}: {own.name} is code of somebody's: say --subject or --policy")
     covered = None
     if coverage:

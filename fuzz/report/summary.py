@@ -279,7 +279,8 @@ def _subjects(
         if subject is not None and all(summary.target.tiers_share == 0 for summary in own):
             _without_tiers(subject)
         goals = reachable_goals(subject) if subject is not None else ()
-        judgement = _judged(subject, total, name in failed, why)
+        idle = [summary.target.name for summary in own if not summary.totals.runs]
+        judgement = _judged(subject, total, name in failed, why, idle)
         yield SubjectSummary(
             name, total.runs, judgement.verdict, judgement.reasons, goals, total.goals
         )
@@ -308,11 +309,16 @@ def may_import(subject: str, trusted: Collection[str] | None) -> bool:
     return trusted is None or subject in trusted or is_kvproofs_own(subject)
 
 
-def _judged(subject: Subject | None, total: Totals, failed: bool, why: str) -> Judgement:
+def _judged(
+    subject: Subject | None, total: Totals, failed: bool, why: str, idle: Sequence[str]
+) -> Judgement:
+    """``idle``: targets that were never run."""
     problems = [*dict.fromkeys(total.problems)][:PROBLEMS_MAX]
     if not total.runs:
         problems.append("nothing was run")
-    elif subject is not None:
+    else:
+        problems += [f"nothing was run of target {name}" for name in idle]
+    if total.runs and subject is not None:
         return judge(
             subject,
             total.operations,

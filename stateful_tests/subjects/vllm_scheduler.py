@@ -21,10 +21,10 @@ How vLLM maps:
   pool at most, as vLLM demands when it starts.
 * Time stands still: figures of time are 0.
 
-Driven is ``Scheduler``, with one step in flight.  ``AsyncScheduler`` frees blocks while a step in
-flight carries them, and the order of the stream makes that safe: a promise that
-:class:`Semantics` has no word for.  Not driven either: tiers, watermarks, speculative tokens, and
-resets, which drop samples in flight.
+Driven is ``Scheduler``, or a subclass of it, with one step in flight; ``AsyncScheduler`` too.  With
+two in flight that frees blocks which a step in flight uses, and the order of the stream makes it
+safe: a promise that :class:`Semantics` has no word for.  Not driven either: tiers, watermarks,
+speculative tokens, and resets, which drop samples in flight.
 
 vLLM is imported when the first subject is built, not with this module.
 """

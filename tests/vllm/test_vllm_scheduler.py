@@ -283,6 +283,11 @@ def test_a_scheduler_class_of_the_users_is_checked_in_the_same_way() -> None:
     assert len(case.operations) <= 5
 
 
+def test_vllms_asynchronous_scheduler_is_such_a_class() -> None:
+    name = "vllm:scheduler:fcfs:vllm.v1.core.sched.async_scheduler:AsyncScheduler"
+    assert first_failure(name, 80) is None
+
+
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize(
     ("attribute", "message"), [("Other", "no subclass"), ("Missing", "cannot be imported")]
