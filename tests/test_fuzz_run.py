@@ -18,11 +18,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from kvproof.fuzz.campaigns import shard as shard_module
 from kvproof.fuzz.campaigns.executors import Ended, LocalExecutor
-from kvproof.fuzz.campaigns.known import KnownIssue, entry_of, mended, read_ledger
+from kvproof.fuzz.campaigns.known import KnownIssue, Ledger, entry_of, mended, read_ledger
 from kvproof.fuzz.campaigns.mended import put_mended_aside
 from kvproof.fuzz.campaigns.records import (
     DIED,
@@ -36,12 +37,15 @@ from kvproof.fuzz.campaigns.records import (
 from kvproof.fuzz.campaigns.run import CampaignRun, Standing
 from kvproof.fuzz.campaigns.shard import ShardJob, run_job
 from kvproof.fuzz.campaigns.store import Journal, Store, read_lines
+from kvproof.fuzz.campaigns.triage import Triage
 from kvproof.fuzz.cli import main
 from kvproof.fuzz.cli.app import app
 from kvproof.fuzz.cli.fuzz import seconds_of
 from kvproof.fuzz.report.summary import summarise
+from kvproof.fuzz.search import Found
 from kvproof.invariants.case import load_case
 from kvproof.invariants.errors import InputError
+from kvproof.invariants.verdict import Violation
 
 CACHE = Target("cache", "engine", tiers_share=0.0)
 FAULT = "finish-forgets-its-table"
@@ -176,12 +180,12 @@ def test_what_is_mended_is_put_aside_and_comes_back_if_it_does(
     copytree(folder / "c", tmp_path / "c")
     store = Store(tmp_path / "c")
     (finding,) = store.found()
-    put_mended_aside(store)
+    put_mended_aside(store, [CACHE])
     assert store.found() == [finding]  # the fault is still planted
     case = store.findings / finding.id / "case.json"
     with_fault = case.read_text()
     case.write_text(with_fault.replace(f'"fault": "{FAULT}",', ""))
-    put_mended_aside(store)
+    put_mended_aside(store, [CACHE])
     assert not store.found()
     assert (store.mended / finding.id / "finding.json").is_file()
     summary = summarise([store.folder])
@@ -191,6 +195,92 @@ def test_what_is_mended_is_put_aside_and_comes_back_if_it_does(
     again = kvproof("fuzz", "--time", "4s", "--out", "c", *CANARY, "--json", cwd=tmp_path)
     fields = printed(again)
     assert (again.returncode, [v["id"] for v in fields["violations"]]) == (1, [finding.id])
+
+
+def test_what_never_failed_in_a_replay_is_not_taken_for_mended(
+    canary: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """By chance a run failed, and not again: one more replay that passes says nothing new."""
+    folder, _ = canary
+    store, triage, (failing,) = chance(folder / "c", tmp_path / "c")
+    finding = triage.settle("cache", failing, 0.0)
+    assert (finding.kinds, "does not happen again" in finding.message) == ((), True)
+    put_mended_aside(store, [CACHE])
+    assert finding in store.found()
+
+
+def chance(canary: Path, folder: Path) -> tuple[Store, Triage, list[Found]]:
+    """A campaign like the canary's, and its finding as one that does not fail again."""
+    store, (told,) = Store(folder), Store(canary).found()
+    store.begin(Campaign("s", (CACHE,), 1))
+    case = load_case(canary / "findings" / told.id / "case.json")
+    failing = Found(replace(case, fault=None), Violation(told.property, told.message))
+    return store, Triage(store, Ledger(), 0), [failing]
+
+
+# -- a folder that somebody else sent --------------------------------------------------------------
+
+_THEIRS = "scheduler:{}/theirs.py:Theirs"
+
+
+@pytest.fixture
+def theirs(canary: tuple[Path, dict[str, Any]], tmp_path: Path) -> tuple[Path, str]:
+    """A campaign of kvproof's own cache, and a policy beside it that nobody has named."""
+    copytree(canary[0] / "c", tmp_path / "c")
+    (tmp_path / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    return tmp_path, _THEIRS.format(tmp_path)
+
+
+def disguised(case: Path, subject: str) -> None:
+    case.write_text(case.read_text().replace('"subject": "engine"', f'"subject": "{subject}"'))
+
+
+@pytest.mark.parametrize("where", ["corpus", "findings", "raw"])
+def test_no_file_of_a_campaign_has_code_imported_that_nobody_named(
+    theirs: tuple[Path, str], where: str
+) -> None:
+    folder, subject = theirs
+    store = Store(folder / "c")
+    (finding,) = store.found()
+    case = store.findings / finding.id / "case.json"
+    if where == "corpus":
+        case = store.keep("cache", load_case(case))
+    if where == "raw":
+        case = store.keep_raw(replace(load_case(case), seed="canary/cache/0"))
+    disguised(case, subject)
+    command = [*CANARY, "--time", "2s"] if where != "corpus" else ["--replay-corpus"]
+    result = kvproof("fuzz", "--out", "c", *command, cwd=folder)
+    assert not (folder / "ran").exists()
+    assert (result.returncode, str(case.relative_to(folder)) in result.stderr) == (2, True)
+    assert f"is of subject {subject!r}" in result.stderr
+
+
+@pytest.mark.parametrize("named", [(), ("--policy", "fcfs"), ("--subject", "fcfs")])
+def test_a_subject_is_named_as_a_whole(tmp_path: Path, named: tuple[str, ...]) -> None:
+    store = Store(tmp_path / "c")
+    store.begin(Campaign("s", (Target("subject:theirs:fcfs", "theirs:fcfs"),), 1))
+    result = kvproof("fuzz", "--replay-corpus", "--out", "c", *named, cwd=tmp_path)
+    assert (result.returncode, "is code of somebody's" in result.stderr) == (2, True)
+
+
+def test_the_kernels_are_nobodys_code(tmp_path: Path) -> None:
+    """They keep no corpus; what the other targets have kept is replayed."""
+    store = Store(tmp_path / "c")
+    store.begin(Campaign("s", (CACHE, Target("kernels", "kernels")), 1))
+    result = kvproof("fuzz", "--replay-corpus", "--out", "c", cwd=tmp_path)
+    assert (result.returncode, "the corpus is empty" in result.stdout) == (3, True)
+
+
+def test_a_finding_lies_in_the_folder_of_its_name(theirs: tuple[Path, str]) -> None:
+    """Its id is part of paths, of one that is emptied too."""
+    folder, _ = theirs
+    store = Store(folder / "c")
+    (finding,) = store.found()
+    file = store.findings / finding.id / "finding.json"
+    file.write_text(file.read_text().replace(finding.id, "../../elsewhere"))
+    result = kvproof("fuzz", "--out", "c", *CANARY, "--time", "2s", cwd=folder)
+    assert result.returncode == 2
+    assert "its id is '../../elsewhere', unlike its folder's name" in result.stderr
 
 
 # -- the ledger of known issues --------------------------------------------------------------------
@@ -629,6 +719,26 @@ def test_a_run_that_takes_the_process_is_a_finding_and_passed_over(
     assert sum(line.drawn for line in lines) > number + 1  # it went on behind it
 
 
+def test_a_run_is_passed_over_only_when_its_finding_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is killed between the two makes the run once more, and does not forget it."""
+    store, campaign = Store(tmp_path / "c"), Campaign("s", (CACHE,), 1)
+    store.begin(campaign)
+    (store.present(0)).write_text("s/cache/0")
+    run = CampaignRun(
+        store.folder, campaign, Unanswering(), shards=[0], seconds=60, stall_seconds=0
+    )
+
+    def killed(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Triage, "settle", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run.run()
+    assert not store.passed_over(0).exists()
+
+
 # -- other executors -------------------------------------------------------------------------------
 
 
@@ -666,6 +776,13 @@ def test_an_executor_is_all_that_it_takes_to_run_elsewhere(tmp_path: Path) -> No
     assert run.standing.ops == sum(line.totals.ops for line in lines_of(store)) > 0
     assert len(list(store.shards.glob("*.jsonl"))) == 3
     assert told
+
+
+class Unanswering(InThisProcess):
+    """Its shards are killed before they have done anything."""
+
+    def ended(self) -> list[Ended]:
+        return [Ended(self.jobs.pop().shard, 0)] if self.stopped and self.jobs else []
 
 
 class Failing(InThisProcess):

@@ -289,6 +289,13 @@ def test_a_target_that_was_never_run_leaves_it_unknown(tmp_path: Path) -> None:
     assert (summary.verdict, summary.reasons) == ("unknown", ("scheduler:fcfs: nothing was run",))
 
 
+def test_so_does_one_whose_subject_another_target_drives(tmp_path: Path) -> None:
+    tiers = Target("tiers", "engine", tiers_share=1.0)
+    summary = summarise([written(tmp_path, (CACHE, tiers), all_reached(tiers))])
+    told = ("engine: nothing was run of target cache",)
+    assert (summary.verdict, summary.reasons) == ("unknown", told)
+
+
 def test_a_checker_that_stumbled_leaves_it_unknown(tmp_path: Path) -> None:
     line = all_reached(CACHE)
     line.totals.problems += ["run 1/3: at operation 7: KeyError(3)"] * 2

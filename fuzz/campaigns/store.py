@@ -173,7 +173,9 @@ def require_subject(case: Case, path: Path, subject: str) -> None:
     A folder may come from somebody else: no file in it has code imported that nobody named.
     """
     if case.subject != subject:
-        raise InputError(f"{path}: is of subject {case.subject!r}, and lies among those of {subject}")
+        raise InputError(
+            f"{path}: is of subject {case.subject!r}, and lies among those of {subject}"
+        )
 
 
 def folder_name(target: str) -> str:

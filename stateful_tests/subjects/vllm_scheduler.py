@@ -1,9 +1,10 @@
 """vLLM's whole scheduler as a subject: the real one, unmodified, over its own cache manager.
 
 The scheduler decides by itself; the adapter only plays what is around it, the clients and the
-model.  What it does to its cache is overheard at ``allocate_slots`` and ``free`` of its manager,
-and told as operations of a cache, each at the moment when it happens; iterations, samples and
-ends are told as a scheduler's events.  So both floors are checked, as those of kvproof's own.
+model.  What it does to its cache is overheard at ``allocate_slots`` and ``free`` of its manager
+(:mod:`kvproof.stateful_tests.subjects.vllm_overheard`), and told as operations of a cache, each at
+the moment when it happens; iterations, samples and ends are told as a scheduler's events.  So
+both floors are checked, as those of kvproof's own.
 
 How vLLM maps:
 
@@ -31,42 +32,25 @@ vLLM is imported when the first subject is built, not with this module.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import lru_cache, partial
-from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.events import (
-    BlocksEvicted,
-    BlocksReleased,
     Event,
-    RequestAborted,
-    RequestAdmitted,
-    RequestFinished,
-    RequestPreempted,
-    RequestResumed,
-    RequestsDecoded,
     StepItem,
-    StepLaunched,
-    StepRetired,
 )
 from kvproof.invariants.operations import (
     Abort,
     Admit,
     Arrive,
-    Decode,
-    Finish,
-    Launch,
     Operation,
     Preempt,
-    Reserve,
     Resume,
     Retire,
     Run,
@@ -98,16 +82,10 @@ from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
 from kvproof.stateful_tests.subjects.policies import user_module
 from kvproof.stateful_tests.subjects.scheduler import SchedulerSubject
 from kvproof.stateful_tests.subjects.vllm_manager import NAME as MANAGER
-from kvproof.stateful_tests.subjects.vllm_manager import (
-    VllmManagerSubject,
-    VllmManagerView,
-    _Live,
-    load_vllm,
-)
+from kvproof.stateful_tests.subjects.vllm_manager import load_vllm
+from kvproof.stateful_tests.subjects.vllm_overheard import CHOICE, OverheardCache
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.outputs import ModelRunnerOutput
@@ -117,8 +95,6 @@ NAME = "vllm:scheduler"
 POLICIES = ("fcfs", "priority")
 """vLLM's own; the first one is its default."""
 
-CHOICE = 0
-"""What requests sample, see ``sampled_token``: the same at the same place, so that they meet."""
 STOP = 1 << 30
 """The token at which requests stop early: no prompt has it, and nothing else samples it."""
 
@@ -126,8 +102,8 @@ _PROMISES = {
     "fcfs": Promises(fcfs=True, no_barrier=True, work_conserving=True),
     "priority": Promises(strict_priority=True, no_barrier=True, work_conserving=True),
 }
-_RETIRE = Retire()
-_by_number = attrgetter("number")
+_PREFIX = "request-"
+"""vLLM's names of requests; their rank of arrival follows."""
 
 
 def vllm_scheduler_factory(
@@ -258,7 +234,7 @@ class _Scheduling:
         """A request as the front end would hand it over."""
         vllm = self.manager
         return vllm.request(
-            request_id=f"request-{number}",
+            request_id=f"{_PREFIX}{number}",
             prompt_token_ids=prompt_tokens(operation.prompt).tolist(),
             sampling_params=self.sampling(
                 max_tokens=max(operation.output, operation.max_tokens), stop_token_ids=[STOP]
@@ -298,224 +274,6 @@ def fitted(configuration: Configuration) -> Configuration:
             chunked_prefill=limits.chunked_prefill,
         ),
     )
-
-
-# -- the cache below -----------------------------------------------------------------------------
-
-
-class _Told(_Live):
-    """A request as the cache's checks know it: of its tokens, those that were given slots."""
-
-    __slots__ = ("told",)
-
-    def __init__(self, number: int, request: Request) -> None:
-        super().__init__(number, request)
-        self.told: int = request.num_tokens
-
-    @property
-    def length(self) -> int:
-        length: int = self.told
-        return length
-
-
-class _OverheardView(VllmManagerView):
-    """The manager's view, at the moment of which the latest operation tells."""
-
-    def __init__(self, cache: _OverheardCache) -> None:
-        super().__init__(cache)
-        self._cache = cache
-
-    def index(self, group: int) -> Mapping[bytes, Sequence[int]]:
-        index, early = super().index(group), self._cache.early
-        if early is None:
-            return index
-        found = {key: [b for b in blocks if b != early] for key, blocks in index.items()}
-        return {key: blocks for key, blocks in found.items() if blocks}
-
-
-class _OverheardCache(VllmManagerSubject):
-    """The scheduler's cache: an operation is done by the scheduler, and told when it is done.
-
-    The listener is told, and calls ``apply`` with the operation, for its outcome.
-    """
-
-    name = NAME
-    capabilities = frozenset(
-        kind.__name__.lower()
-        for kind in (Admit, Decode, Reserve, Finish, Abort, Preempt, Resume, Launch, Retire)
-    )
-    semantics = replace(
-        VllmManagerSubject.semantics,
-        fences_releases=True,
-        exact_admission=False,
-        chunks=True,
-        runs_ahead=False,
-        slots=True,
-    )
-
-    def __init__(
-        self, configuration: Configuration, manager: KVCacheManager, listener: VllmSchedulerSubject
-    ) -> None:
-        super().__init__(configuration)
-        self.manager = manager
-        self._pool = manager.block_pool
-        self._view = _OverheardView(self)
-        self.early: int | None = None
-        """A block that is findable already, by a token that is told with the next operation."""
-        self._outcome = SKIPPED
-        self._listener = listener
-        self.evictions = 0
-        self.by_id: dict[str, _Told] = {}
-        """By vLLM's name: those that were admitted and are live."""
-        self._allocate_slots, self._free = manager.allocate_slots, manager.free
-        manager.allocate_slots = self.allocate_slots
-        manager.free = self.free
-
-    def apply(self, operation: Operation) -> Outcome:
-        return self._outcome
-
-    def _done(self, operation: Operation, live: _Told | None = None, **fields: Any) -> None:
-        self._outcome = Outcome("done", None, live.number if live else None, **fields)
-        self._listener.overheard(operation, live.request if live else None)
-
-    def drain_events(self) -> Sequence[Event]:
-        events = super().drain_events()
-        self.evictions += sum([len(e.blocks) for e in events if isinstance(e, BlocksEvicted)])
-        return events
-
-    # -- what the scheduler does to its manager ------------------------------------------------
-
-    def allocate_slots(self, request: Request, num_new_tokens: int, **more: Any) -> Any:
-        """As the manager's; in the scheduler's hands every allocation is for tokens of a step."""
-        free = self._pool.get_num_free_blocks()
-        new_blocks = self._allocate_slots(request, num_new_tokens, **more)
-        if new_blocks is None:
-            return None
-        live = self.by_id.get(request.request_id)
-        if live is not None and live.running:
-            self._grown(live, request.num_computed_tokens + num_new_tokens)
-        else:
-            cached = more.get("num_new_computed_tokens", 0)
-            hits = more["new_computed_blocks"].blocks[0] if cached else ()
-            end = cached + num_new_tokens
-            told = request.num_tokens if live is None else live.told
-            if (told - 1) // self.size == (request.num_tokens - 1) // self.size:
-                taken = free - self._pool.get_num_free_blocks()
-                self._listener.counted(request, end, taken, cached)
-            self._entered(live, request, end, cached, hits)
-        return new_blocks
-
-    @property
-    def size(self) -> int:
-        return self.configuration.block_size
-
-    def _entered(
-        self,
-        live: _Told | None,
-        request: Request,
-        end: int,
-        cached: int,
-        hits: Sequence[KVCacheBlock],
-    ) -> None:
-        operation: Admit | Resume
-        if live is None:
-            live = _Told(self._next_request, request)
-            self._next_request += 1
-            self.live[live.number] = self.by_id[request.request_id] = live
-            operation = self._listener.admission(request, end)
-            event: Event = RequestAdmitted(live.number, live.told, cached)
-        else:
-            operation = Resume(self.preempted.index(live), end)
-            self.preempted.remove(live)
-            event = RequestResumed(live.number, cached)
-        insort(self.running, live, key=_by_number)
-        live.running = True
-        live.computed = cached
-        self._tell_blocks(live, hits)
-        self._events.append(event)
-        if end > live.told and end % self.size == 0:
-            self.early = self.table(live)[-1].block_id
-        self._done(operation, live, cached_tokens=cached)
-        self.early = None
-        if end > live.told:
-            self._grown(live, end)
-
-    def _grown(self, live: _Told, end: int) -> None:
-        """It has slots up to ``end``: for a chunk, or for its latest output token."""
-        index = self.running.index(live)
-        if end <= live.told:
-            self._tell_blocks(live, ())
-            self._done(Reserve(index, end), live, count=0)
-            return
-        live.told += 1
-        self._tell_blocks(live, ())
-        self._events.append(RequestsDecoded((live.number,)))
-        self._done(Decode((index,), CHOICE), children=(live.number,))
-
-    def free(self, request: Request) -> None:
-        """As the manager's: the request was preempted, or has ended."""
-        live = self.by_id.get(request.request_id)
-        if live is None:  # it was never admitted
-            self._free(request)
-            return
-        index, among_all = None, list(self.live).index(live.number)
-        if live.running:
-            index = self.running.index(live)
-            self.running.remove(live)
-        else:
-            self.preempted.remove(live)
-        self._released(live, request)
-        if not request.is_finished():
-            insort(self.preempted, live, key=_by_number)
-            live.running = False
-            live.computed = 0
-            live.epoch += 1
-            self._events.append(RequestPreempted(live.number))
-            self._done(Preempt(0 if index is None else index), live)
-            return
-        del self.live[live.number], self.by_id[request.request_id]
-        if index is None or request.status == self._vllm.status.FINISHED_ABORTED:
-            self._events.append(RequestAborted(live.number))
-            self._done(Abort(among_all), live)
-        else:
-            self._events.append(RequestFinished(live.number))
-            self._done(Finish(index), live)
-
-    def _released(self, live: _Told, request: Request) -> None:
-        blocks = list(self.table(live))
-        self._free(request)
-        live.rows = live.rows_published = 0
-        if not blocks:
-            return
-        released = self._order_of_release(blocks)
-        self._events.append(BlocksReleased(0, live.number, released))
-        for block in released:
-            if block in self._keys and self._pool.blocks[block].ref_cnt == 0:
-                self._cached_free[block] = None
-
-    def _tell_published(self, live: _Live, table: Sequence[KVCacheBlock]) -> None:
-        super()._tell_published(live, table[: live.length // self.size])
-
-    # -- steps -----------------------------------------------------------------------------------
-
-    def launched(self, step: int, items: Sequence[StepItem]) -> None:
-        """The scheduler's step, as its worker carries it out."""
-        places = {live.number: index for index, live in enumerate(self.running)}
-        operation = Launch(
-            items=tuple([(places.get(item.request, 0), item.end - item.start) for item in items])
-        )
-        event = StepLaunched(step, items)
-        self.steps.append(event)
-        self._events.append(event)
-        self._done(operation, count=sum([item.end - item.start for item in items]))
-
-    def retired(self) -> None:
-        """Whatever is launched later runs later: what the step has written is there."""
-        step = self.steps.popleft()
-        for item in step.items:
-            self.live[item.request].computed = item.end
-        self._events.append(StepRetired(step.step))
-        self._done(_RETIRE, count=len(step.items))
 
 
 # -- the scheduler ---------------------------------------------------------------------------------
@@ -562,8 +320,7 @@ class VllmSchedulerView:
         self._scheduler = subject.scheduler
 
     def live(self) -> Sequence[int]:
-        jobs = self._subject.jobs_by_id
-        return sorted([jobs[name].number for name in self._scheduler.requests if name in jobs])
+        return sorted([int(name.removeprefix(_PREFIX)) for name in self._scheduler.requests])
 
     def standing(self, request: int) -> tuple[QueueState, int, int]:
         found: Request = self._subject.jobs[request].request
@@ -666,7 +423,7 @@ class VllmSchedulerSubject(SchedulerSubject):
         self.scheduler = self.vllm.new_scheduler(
             self.configuration, policy, scheduler_class or self.vllm.scheduler
         )
-        self.cache = _OverheardCache(
+        self.cache = OverheardCache(
             self.configuration, self.scheduler.kv_cache_manager, listener=self
         )
         self.semantics = self.cache.semantics

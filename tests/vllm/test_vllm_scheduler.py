@@ -362,6 +362,10 @@ def keeps_the_blocks_of_the_finished(original: Original) -> Original:
     return free
 
 
+def remembers_the_finished(original: Original) -> Original:
+    return lambda scheduler, request: scheduler._free_request_blocks(request)
+
+
 def goes_on_where_the_preempted_stood(original: Original) -> Original:
     def preempt(scheduler: Any, request: Any, *more: Any, **named: Any) -> None:
         computed = request.num_computed_tokens
@@ -504,6 +508,7 @@ MUTANTS: tuple[Mutant, ...] = (
         {"BATCH", "METER", "CRASH"},
     ),
     (keeps_the_blocks_of_the_finished, f"{SCHEDULER}._free_blocks", FCFS, {"HOLD"}),
+    (remembers_the_finished, f"{SCHEDULER}._free_blocks", FCFS, {"PROGRESS"}),
     (goes_on_where_the_preempted_stood, f"{SCHEDULER}._preempt_request", FCFS, {"FIT", "CAP"}),
     (puts_the_preempted_at_the_end, f"{QUEUE}.prepend_request", FCFS, {"FCFS"}),
     (exceeds_its_budget, f"{SCHEDULER}.schedule", FCFS, {"BUDGET"}),
