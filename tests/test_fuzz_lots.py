@@ -280,6 +280,23 @@ def test_a_corpus_that_fails_now_is_a_finding(tmp_path: Path) -> None:
     assert [finding.property for finding in Store(tmp_path).found()] == ["QUIES"]
 
 
+def test_what_the_corpus_cannot_be_judged_by_now_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A subject that cannot be made for a kept world any more: no finding, and no pass."""
+    made(lot_of(tmp_path, campaign()), 12)
+    kept = Store(tmp_path).kept("cache")
+    lot = lot_of(tmp_path, campaign())
+
+    def unmade(configuration: Configuration) -> EngineSubject:
+        raise SystemExit("no device")
+
+    monkeypatch.setattr(lot, "_factory", unmade)
+    lot.open()
+    problems = lot.progress.totals.problems
+    assert problems == [f"run {case.seed}: SystemExit: no device" for _, case in kept]
+
+
 # -- what fails ------------------------------------------------------------------------------------
 
 

@@ -21,8 +21,9 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
+from kvproof.fuzz.campaigns import regress
 from kvproof.fuzz.campaigns import shard as shard_module
-from kvproof.fuzz.campaigns.executors import Ended, LocalExecutor
+from kvproof.fuzz.campaigns.executors import BAD_INPUT, WORKER, Ended, LocalExecutor
 from kvproof.fuzz.campaigns.known import KnownIssue, Ledger, entry_of, mended, read_ledger
 from kvproof.fuzz.campaigns.mended import put_mended_aside
 from kvproof.fuzz.campaigns.records import (
@@ -41,10 +42,12 @@ from kvproof.fuzz.campaigns.triage import Triage
 from kvproof.fuzz.cli import main
 from kvproof.fuzz.cli.app import app
 from kvproof.fuzz.cli.fuzz import seconds_of
+from kvproof.fuzz.replay import Replay
 from kvproof.fuzz.report.summary import summarise
 from kvproof.fuzz.search import Found
-from kvproof.invariants.case import load_case
+from kvproof.invariants.case import Case, load_case
 from kvproof.invariants.errors import InputError
+from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Violation
 
 CACHE = Target("cache", "engine", tiers_share=0.0)
@@ -401,6 +404,22 @@ def test_a_case_of_the_corpus_that_fails_now_is_told(tmp_path: Path) -> None:
         assert (tmp_path / failing["case"]).is_file()
 
 
+def test_a_case_at_which_a_checker_stumbles_leaves_it_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "c")
+    store.begin(Campaign("s", (CACHE,), 1))
+    path = store.keep("cache", Case("engine", Configuration(), []))
+    stumbled = Replay("", "unknown", (), 1, (), "at operation 0: KeyError(3)")
+    monkeypatch.setattr(regress, "replay", lambda case: stumbled)
+    result = kvproof("fuzz", "--replay-corpus", "--out", "c", "--json", cwd=tmp_path)
+    fields = printed(result)
+    assert (result.returncode, fields["verdict"]) == (3, "unknown")
+    assert fields["reasons"] == [f"{path.relative_to(tmp_path)}: at operation 0: KeyError(3)"]
+    told = kvproof("fuzz", "--replay-corpus", "--out", "c", cwd=tmp_path)
+    assert "at operation 0: KeyError(3)" in told.stdout
+
+
 def test_coverage_of_the_code_under_test_is_taken_by_replaying(tmp_path: Path) -> None:
     pytest.importorskip("coverage")
     store = Store(tmp_path / "c")
@@ -546,6 +565,39 @@ def test_a_full_disk_ends_the_campaign_clearly_and_tears_nothing(tmp_path: Path)
     assert all(case.operations for _, case in store.kept("cache"))
     again = kvproof(*command[:2], "2s", *command[3:], cwd=tmp_path)  # there is room again
     assert again.returncode in (0, 3), again.stderr
+
+
+def test_a_worker_whose_log_has_no_room_either_says_so_by_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would have died, of the run that it was at, and that would be a finding."""
+    job = json.dumps({"folder": str(tmp_path / "none"), "shard": 0, "seconds": 1.0})
+    with open("/dev/full", "w") as full:
+        worker = subprocess.run([*WORKER, job], stdout=full, stderr=full, check=False)
+    assert worker.returncode == BAD_INPUT
+
+    class Speechless(InThisProcess):
+        def ended(self) -> list[Ended]:
+            jobs, self.jobs = self.jobs, []
+            return [Ended(job.shard, BAD_INPUT) for job in jobs]
+
+    store, campaign = Store(tmp_path / "c"), Campaign("s", (CACHE,), 1)
+    store.begin(campaign)
+    run = CampaignRun(store.folder, campaign, Speechless(), shards=[0], seconds=60)
+    with pytest.raises(InputError, match=r"shard 0 cannot go on, .*: is the disk full"):
+        run.run()
+
+
+def test_a_shard_is_quoted_from_where_it_was_started(tmp_path: Path) -> None:
+    """Its log goes on with the campaign: what it said the last time does not explain this one."""
+    store = Store(tmp_path / "c")
+    store.begin(Campaign("s", (CACHE,), 1))
+    store.log(0).write_text("a warning of yesterday\n")
+    executor = LocalExecutor()
+    executor.start(ShardJob(str(store.folder), 0, 0.0))
+    ended: list[Ended] = []
+    wait_until(lambda: ended.extend(executor.ended()) or ended)
+    assert ended == [Ended(0, 0, "")]
 
 
 def test_what_does_not_fit_in_a_journal_is_not_begun(
@@ -719,26 +771,6 @@ def test_a_run_that_takes_the_process_is_a_finding_and_passed_over(
     assert sum(line.drawn for line in lines) > number + 1  # it went on behind it
 
 
-def test_a_run_is_passed_over_only_when_its_finding_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever is killed between the two makes the run once more, and does not forget it."""
-    store, campaign = Store(tmp_path / "c"), Campaign("s", (CACHE,), 1)
-    store.begin(campaign)
-    (store.present(0)).write_text("s/cache/0")
-    run = CampaignRun(
-        store.folder, campaign, Unanswering(), shards=[0], seconds=60, stall_seconds=0
-    )
-
-    def killed(*arguments: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Triage, "settle", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run.run()
-    assert not store.passed_over(0).exists()
-
-
 # -- other executors -------------------------------------------------------------------------------
 
 
@@ -783,6 +815,83 @@ class Unanswering(InThisProcess):
 
     def ended(self) -> list[Ended]:
         return [Ended(self.jobs.pop().shard, 0)] if self.stopped and self.jobs else []
+
+    def kill(self, shard: int) -> None:
+        """It is dead already."""
+
+
+def test_a_run_is_passed_over_only_when_its_finding_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is killed between the two makes the run once more, and does not forget it."""
+    store, campaign = Store(tmp_path / "c"), Campaign("s", (CACHE,), 1)
+    store.begin(campaign)
+    (store.present(0)).write_text("s/cache/0")
+    run = CampaignRun(
+        store.folder, campaign, Unanswering(), shards=[0], seconds=60, stall_seconds=0
+    )
+
+    def killed(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Triage, "settle", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run.run()
+    assert not store.passed_over(0).exists()
+
+
+def test_a_shard_that_makes_run_after_run_does_not_hang(tmp_path: Path) -> None:
+    """It has replayed a large corpus and shrunk what fails of it before its journal grows."""
+    store, campaign = Store(tmp_path / "c"), Campaign("s", (CACHE,), 1)
+    store.begin(campaign)
+
+    class Busy(InThisProcess):
+        looks = 0
+
+        def ended(self) -> list[Ended]:
+            self.looks += 1
+            store.present(0).write_text(f"s/cache/{self.looks}")
+            return [Ended(0, 0)] if self.looks > 20 else []
+
+    busy = Busy()  # whoever kills it is told that nothing hangs here
+    run = CampaignRun(store.folder, campaign, busy, shards=[0], seconds=60, stall_seconds=0.5)
+    run.run()
+    assert busy.looks == 21
+    assert not store.passed_over(0).exists()
+
+
+@pytest.mark.parametrize(
+    ("codes", "told"),
+    [
+        ([-signal.SIGSEGV], ["run s/cache/0: the process died, by chance: signal 11"]),
+        ([-signal.SIGKILL], []),  # somebody did that
+        ([7, 0, 7], ["run s/cache/0: the process died, by chance: exit code 7"] * 2),
+    ],
+)
+def test_a_process_that_dies_by_chance_leaves_it_unknown(
+    tmp_path: Path, codes: list[int], told: list[str]
+) -> None:
+    """At other runs each time, or once: no run is to blame, and something is wrong."""
+    store, campaign = Store(tmp_path / "c"), Campaign("s", (CACHE,), 1)
+    store.begin(campaign)
+    run_job(ShardJob(str(store.folder), 0, 0.2))
+    done = sum(line.totals.runs for line in lines_of(store))
+
+    class Mortal(InThisProcess):
+        def ended(self) -> list[Ended]:
+            if not codes or not self.jobs:
+                return super().ended()
+            store.present(0).write_text(f"s/cache/{0 if codes[0] else 4}")
+            self.jobs.clear()
+            return [Ended(0, codes.pop(0) or -signal.SIGKILL)]
+
+    CampaignRun(store.folder, campaign, Mortal(), shards=[0], seconds=0.3).run()
+    problems = [problem for line in lines_of(store) for problem in line.totals.problems]
+    assert problems == told
+    summary = summarise([store.folder])
+    assert {f"engine: {problem}" for problem in told} <= {*summary.reasons}
+    assert summary.total.runs > done
+    assert not store.found()
 
 
 class Failing(InThisProcess):

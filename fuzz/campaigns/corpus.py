@@ -38,23 +38,30 @@ class Corpus:
         factory: SubjectFactory,
         say: Callable[[str], None] = lambda seed: None,
         passed_over: Container[str] = (),
+        problems: list[str] | None = None,
     ) -> list[tuple[Case, Failure]]:
         """Run what is there and was not run yet, short cases first; those that fail now.
 
-        ``say`` hears the seed of each before it is run.  Raises InputError if a file cannot be
-        read.
+        ``say`` hears the seed of each before it is run, ``problems`` why the verdict on one is
+        unknown.  Raises InputError if a file cannot be read.
         """
-        failing = []
+        failing, totals = [], Totals()
         for path, case in self._store.kept(self._target, besides=self._seen):
             self._seen.add(path)
             if case.seed in passed_over:
                 continue
             say(case.seed)
             draw = Draw(case.seed, case.configuration, case.features, case.operations)
-            failure = run_once(factory, draw, Totals(), self.watch.perform)
+            try:
+                failure = run_once(factory, draw, totals, self.watch.perform)
+            except (Exception, SystemExit) as error:  # a subject that cannot even be made
+                totals.problems.append(f"run {draw.seed}: {type(error).__name__}: {error}")
+                continue
             if failure is not None:
                 failing.append((case, failure))
         self.watch.taken()
+        if problems is not None:
+            problems += totals.problems
         return failing
 
     def offer(self, case: Case) -> bool:

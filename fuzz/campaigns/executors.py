@@ -54,11 +54,13 @@ class LocalExecutor:
 
     def __init__(self) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._logs: dict[int, Path] = {}
+        self._logs: dict[int, tuple[Path, int]] = {}
+        """With their lengths when the shard was started."""
 
     def start(self, job: ShardJob) -> None:
-        log = self._logs[job.shard] = Store(Path(job.folder)).log(job.shard)
+        log = Store(Path(job.folder)).log(job.shard)
         with log.open("ab") as output:
+            self._logs[job.shard] = log, output.tell()
             self._processes[job.shard] = subprocess.Popen(
                 [*WORKER, msgspec.json.encode(job).decode()],
                 stdin=subprocess.DEVNULL,
@@ -69,7 +71,7 @@ class LocalExecutor:
     def ended(self) -> list[Ended]:
         codes = {shard: process.poll() for shard, process in self._processes.items()}
         ended = [
-            Ended(shard, code, last_line(self._logs[shard]))
+            Ended(shard, code, _last_line(*self._logs[shard]))
             for shard, code in codes.items()
             if code is not None
         ]
@@ -86,7 +88,7 @@ class LocalExecutor:
             self._processes[shard].kill()
 
 
-def last_line(log: Path) -> str:
-    """The last line that is not empty."""
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+def _last_line(log: Path, start: int) -> str:
+    """The last line from there on that is not empty."""
+    lines = log.read_bytes()[start:].decode("utf-8", errors="replace").strip().splitlines()
     return lines[-1] if lines else ""

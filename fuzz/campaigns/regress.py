@@ -23,6 +23,7 @@ from kvproof.fuzz.campaigns.store import Store, as_text, require_subject, write_
 from kvproof.fuzz.campaigns.targets import KERNELS
 from kvproof.fuzz.replay import replay
 from kvproof.invariants.errors import InputError
+from kvproof.invariants.verdict import Verdict
 from kvproof.stateful_tests.subjects import is_kvproofs_own
 from kvproof.stateful_tests.subjects.policies import imported_class, user_module
 
@@ -40,23 +41,34 @@ class Replayed(Struct, frozen=True):
 
     cases: int
     failing: tuple[Regression, ...]
+    problems: tuple[str, ...] = ()
+    """Where a checker stumbled: whether those cases fail is unknown."""
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.failing:
+            return "fail"
+        return "pass" if self.cases and not self.problems else "unknown"
 
 
 def replay_corpus(
     store: Store, campaign: Campaign, on_case: Callable[[], object] = lambda: None
 ) -> Replayed:
     """Replay all that was kept, audited at each operation.  Raises InputError."""
-    cases, failing = 0, []
+    cases, failing, problems = 0, list[Regression](), list[str]()
     for target in campaign.targets:
         for path, case in store.kept(target.name):
             require_subject(case, path, target.subject)
             cases += 1
             on_case()
+            replayed = replay(case)
             failing += [
                 Regression(str(path), violation.property, violation.message)
-                for violation in replay(case).violations[:1]
+                for violation in replayed.violations[:1]
             ]
-    return Replayed(cases, tuple(failing))
+            if replayed.verdict == "unknown":
+                problems.append(f"{path}: {replayed.problem}")
+    return Replayed(cases, tuple(failing), tuple(problems))
 
 
 def replay_covered(store: Store, campaign: Campaign) -> tuple[Replayed, CodeCoverage]:

@@ -1,11 +1,13 @@
 """``kvproof fuzz``: starts the shards of a campaign, and looks after them.
 
 A shard that dies is started again, and goes on where its journal ends.  A run during which it
-dies each time, or at which it stands still for minutes, is a finding, and is passed over then.
+dies each time, or at which it stands still for minutes, is a finding, and is passed over then.  A
+shard that dies by chance leaves the verdict unknown: a crash that comes once is one all the same.
 """
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,14 +27,17 @@ from kvproof.invariants.errors import InputError
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Violation
 from kvproof.stateful_tests.subjects import subject_factory
+from kvproof.stateful_tests.totals import Totals
 
 STALL_SECONDS = 600.0
-"""A shard whose journal stands still for so long hangs."""
+"""A shard that is at one run for so long hangs."""
 DEATHS_MAX = 5
 """In a row, without a line in the journal between."""
 DEATHS_OF_A_RUN = 3
 """Once may be anybody's doing, and so may twice."""
 POLL_SECONDS = 0.1
+_ENDED_BY_OTHERS = (-signal.SIGKILL, -signal.SIGTERM)
+_SPEECHLESS = "cannot go on, and cannot write to its log why: is the disk full?"
 
 
 class Standing(Struct):
@@ -52,13 +57,17 @@ class Watched(Struct):
     at: float = 0.0
     """By that journal, how long the shard has been running."""
     grew: float = 0.0
-    """When it grew last, or was started."""
+    """When it grew last, or the shard was started or came to another run."""
+    seen: str = ""
+    """The run that it was at when somebody looked last."""
     deaths: int = 0
     """In a row."""
     died_at: str = ""
     """The run that it was at when it died last …"""
     died_here: int = 0
-    """… and how often it died there."""
+    """… and how often it died there …"""
+    died_how: str = ""
+    """… and how, the last time; empty if somebody else ended it, or it is told already."""
 
 
 class CampaignRun:
@@ -95,7 +104,8 @@ class CampaignRun:
         """
         try:
             for shard, watched in self._watched.items():
-                _, watched.read = self._lines(shard, 0)
+                lines, watched.read = self._lines(shard, 0)
+                watched.at = max([line.at for line in lines], default=0.0)
                 self._start(shard)
             self._look_after(told)
         except BaseException:
@@ -103,6 +113,8 @@ class CampaignRun:
             raise
         finally:
             self._wait()
+            for shard in self._watched:
+                self._tell_of_death(shard)
 
     def elapsed(self) -> float:
         """Seconds since the start."""
@@ -117,7 +129,7 @@ class CampaignRun:
             for ended in self._ended():
                 self._read(ended.shard)
                 if ended.code == BAD_INPUT:
-                    raise InputError(ended.message)
+                    raise InputError(ended.message or f"shard {ended.shard} {_SPEECHLESS}")
                 if ended.code:
                     self._died(ended)
             self._look_for_hangs()
@@ -175,22 +187,49 @@ class CampaignRun:
                 f"{self._store.log(ended.shard)})"
             )
         seed = self._present(ended.shard)
-        watched.died_here = watched.died_here + 1 if seed == watched.died_at else 1
-        watched.died_at = seed
+        if seed != watched.died_at:
+            self._tell_of_death(ended.shard)
+            watched.died_at, watched.died_here = seed, 0
+        watched.died_here += 1
+        how = f"signal {-ended.code}" if ended.code < 0 else f"exit code {ended.code}"
+        how += f": {ended.message}" if ended.message else ""
+        watched.died_how = "" if ended.code in _ENDED_BY_OTHERS else how
         if seed and watched.died_here == DEATHS_OF_A_RUN:
-            how = f"signal {-ended.code}" if ended.code < 0 else f"exit code {ended.code}"
+            watched.died_how = ""
             why = f"the process died in this run, {DEATHS_OF_A_RUN} times: {how}"
             self._pass_over(ended.shard, seed, DIED, why)
         self._start(ended.shard)
+
+    def _tell_of_death(self, shard: int) -> None:
+        """Leave word of one that did not come again where it came; the shard does not run now."""
+        watched = self._watched[shard]
+        if watched.died_at and watched.died_how:
+            problem = f"run {watched.died_at}: the process died, by chance: {watched.died_how}"
+            totals = Totals(problems=[problem])
+            journal = Journal(self._store.journal(shard))
+            journal.append(
+                [
+                    Progress(target.name, watched.at, 0.0, totals)
+                    for target in self._targets_of(watched.died_at)
+                ]
+            )
+            journal.close()
+            _, watched.read = self._lines(shard, watched.read)
+        watched.died_how = ""
 
     def _look_for_hangs(self) -> None:
         for shard in sorted(self._going):
             watched = self._watched[shard]
             stood = time.monotonic() - watched.grew
-            if stood > self._stall_seconds:
+            if stood < self._stall_seconds / 10:
+                continue
+            seed = self._present(shard)
+            if seed != watched.seen:  # a corpus may take long, though each run of it ends
+                watched.seen, watched.grew = seed, time.monotonic()
+            elif stood > self._stall_seconds:
                 watched.grew = time.monotonic()
                 self._executor.kill(shard)
-                self._pass_over(shard, self._present(shard), HANG, f"no answer in {stood:.0f} s")
+                self._pass_over(shard, seed, HANG, f"no answer in {stood:.0f} s")
 
     def _present(self, shard: int) -> str:
         """The seed of the run that the shard is at, or was."""
@@ -201,12 +240,15 @@ class CampaignRun:
         if not seed:  # it was not at any
             return
         self._watched[shard].deaths = 0
-        for target in self._campaign.targets:
-            if seed.rpartition("/")[0] == seeds_of(self._campaign, target):
-                self._tell(shard, target, seed, Violation(property, why))
+        for target in self._targets_of(seed):
+            self._tell(shard, target, seed, Violation(property, why))
         journal = Journal(self._store.passed_over(shard))  # last: what it lists is not tried again
         journal.append([PassedOver(seed, why)])
         journal.close()
+
+    def _targets_of(self, seed: str) -> list[Target]:
+        seeds, campaign = seed.rpartition("/")[0], self._campaign
+        return [target for target in campaign.targets if seeds_of(campaign, target) == seeds]
 
     def _tell(self, shard: int, target: Target, seed: str, violation: Violation) -> None:
         """Make a finding of a run that is passed over: as it was drawn."""

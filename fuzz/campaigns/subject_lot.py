@@ -64,9 +64,11 @@ class SubjectLot(Lot):
 
     def open(self) -> None:
         """Replay the corpus: to know what is new, and since it may fail now."""
-        site = self.site
-        for case, failure in self._corpus.replay(self._factory, site.say, site.passed_over):
+        site, problems = self.site, self.progress.totals.problems
+        failing = self._corpus.replay(self._factory, site.say, site.passed_over, problems)
+        for case, failure in failing:
             draw = Draw(case.seed, case.configuration, case.features, case.operations)
+            site.say(case.seed)
             self._report(draw, failure)
 
     def make(self, seed: str) -> None:

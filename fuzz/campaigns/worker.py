@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from threading import Thread
 
 import msgspec
@@ -32,7 +33,8 @@ def main() -> int:
     try:
         run_job(job, stop=lambda: bool(told) or os.getppid() != parent)
     except (InputError, OSError) as error:
-        print(error, file=sys.stderr, flush=True)
+        with suppress(OSError):  # where the disk is full, the log is
+            os.write(sys.stderr.fileno(), f"{error}\n".encode())
         return BAD_INPUT
     return 0
 

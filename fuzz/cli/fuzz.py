@@ -244,26 +244,28 @@ def _regress(out: Path, named: frozenset[str], coverage: bool, as_json: bool) ->
             replayed = regress.replay_corpus(
                 store, campaign, lambda: bar.update(0, f"{next(cases)} cases")
             )
-    verdict: Verdict = "fail" if replayed.failing else "pass" if replayed.cases else "unknown"
     if as_json:
         print_json(
             {
-                "verdict": verdict,
+                "verdict": replayed.verdict,
+                "reasons": list(replayed.problems),
                 "seed": campaign.seed,
                 "cases": replayed.cases,
                 "violations": msgspec.to_builtins(replayed.failing),
                 "coverage": msgspec.to_builtins(covered),
             }
         )
-        finish(verdict)
+        finish(replayed.verdict)
     if covered is not None:
         _show_coverage(covered)
     for failing in replayed.failing:
         console.print(f"{failing.property}: {failing.message}", markup=False)
         console.print(f"  {failing.case}", markup=False)
     told = f"{len(replayed.failing)} of {counted(replayed.cases, 'case')} of the corpus fail"
-    show_verdict(verdict, told if replayed.cases else "the corpus is empty")
-    finish(verdict)
+    show_verdict(replayed.verdict, told if replayed.cases else "the corpus is empty")
+    for problem in replayed.problems[:_SHOWN_LINES]:
+        console.print(f"  because {problem}", markup=False)
+    finish(replayed.verdict)
 
 
 def _show_coverage(covered: CodeCoverage) -> None:
