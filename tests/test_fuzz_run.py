@@ -885,7 +885,7 @@ def test_a_process_that_dies_by_chance_leaves_it_unknown(
             self.jobs.clear()
             return [Ended(0, codes.pop(0) or -signal.SIGKILL)]
 
-    CampaignRun(store.folder, campaign, Mortal(), shards=[0], seconds=0.3).run()
+    CampaignRun(store.folder, campaign, Mortal(), shards=[0], seconds=2.0).run()
     problems = [problem for line in lines_of(store) for problem in line.totals.problems]
     assert problems == told
     summary = summarise([store.folder])

@@ -303,7 +303,7 @@ def media_identity_truncated(
     property="KEY",
     source="B48, LMCache/LMCache#4183",
     shortest=4,
-    also=("VALID",),
+    also=("VALID", "CAP"),
 )
 def media_not_in_key(original: Replacement, media: Sequence[Media], start: int, end: int) -> bytes:
     """Keys come from token ids alone; all media share one placeholder token."""
