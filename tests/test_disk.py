@@ -211,6 +211,24 @@ def test_what_is_opened_is_closed_even_if_it_is_refused(tmp_path: Path) -> None:
     assert not (other / "index").stat().st_size, "what was not written whole is not there"
 
 
+def test_what_the_disk_does_not_give_back_is_damaged(tmp_path: Path) -> None:
+    class Unreadable(OsFiles):
+        broken = False
+
+        def read_at(self, file: int, offset: int, count: int) -> bytes:
+            if self.broken:
+                raise OSError(errno.EIO, "broken")
+            return super().read_at(file, offset, count)
+
+    files = Unreadable()
+    file = disk(tmp_path, files=files)
+    file.put([0], [key(1)], [block(1)])
+    assert file.get(0, key(1)) == block(1)
+    files.broken = True
+    assert file.get(0, key(1)) is None
+    assert file.lost(0)
+
+
 class Counts(OsFiles):
     """Knows what is open; may be broken."""
 

@@ -12,11 +12,12 @@ from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvproof.engine.eviction import LeastRecentlyUsed
 from kvproof.fuzz.campaigns import known
-from kvproof.fuzz.campaigns.known import KnownIssue, Ledger, mended
+from kvproof.fuzz.campaigns.known import KnownIssue, Ledger, entry_of, mended
 from kvproof.fuzz.campaigns.lots import Lot, Site
 from kvproof.fuzz.campaigns.novelty import Watch, state_code, state_words, transition_code
 from kvproof.fuzz.campaigns.records import HANG, Campaign, FindingRecord, Progress, Target
@@ -483,6 +484,27 @@ def test_a_known_subject_that_is_not_deterministic_is_known_until_it_is(
     differs = case.operations, Violation(DETERMINISM, "different")
     monkeypatch.setattr(known, "run_twice", lambda *arguments: differs)
     assert mended(ledger, []) == []
+
+
+def test_what_could_not_be_shrunk_is_told_apart_by_where_it_was_seen(tmp_path: Path) -> None:
+    """And is known only by its id: an entry without kinds would cover all of its property."""
+    triage = lot_of(tmp_path, campaign()).site.triage
+    findings = [
+        triage.settle("cache", Found(case, Violation(property, "so")), 1.0, replays=False)
+        for property, seed, operations in (
+            (HANG, "s/cache/1", [Launch()]),
+            (HANG, "s/cache/2", [Launch()]),
+            (DETERMINISM, "s/cache/3", [Launch()]),
+            (DETERMINISM, "s/cache/4", [Launch(), Retire()]),
+            (DETERMINISM, "s/cache/5", [Retire(), Launch()]),
+        )
+        for case in [Case("engine", Configuration(), list(operations), seed=seed)]
+    ]
+    ids = [finding.id for finding in findings]
+    assert len({*ids}) == 3
+    assert ids[2] == ids[3] == ids[4]
+    entry = msgspec.json.decode(entry_of(findings[0]), type=KnownIssue)
+    assert [entry.matches(finding) for finding in findings] == [True, *[False] * 4]
 
 
 def test_an_entry_of_what_cannot_be_replayed_stays() -> None:

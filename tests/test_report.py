@@ -307,7 +307,10 @@ def test_a_checker_that_stumbled_leaves_it_unknown(tmp_path: Path) -> None:
 def test_kernels_are_judged_by_what_is_found(tmp_path: Path) -> None:
     kernels = Target("kernels", "kernels")
     line = Progress("kernels", 1.0, 1.0, Totals(runs=4, ops=4))
-    assert summarise([written(tmp_path, (kernels,), line)]).verdict == "pass"
+    assert summarise([written(tmp_path / "all", (kernels,), line)]).verdict == "pass"
+    some = Progress("kernels", 1.0, 1.0, Totals(runs=4, ops=4, checked={"copy": 4, "write": 0}))
+    summary = summarise([written(tmp_path / "some", (kernels,), some)])
+    assert (summary.verdict, summary.reasons) == ("unknown", ("kernels: never run: write",))
 
 
 def test_code_of_somebodys_is_imported_only_if_he_says_so(tmp_path: Path) -> None:

@@ -233,8 +233,14 @@ class DiskFile:
         return self.get(slot, self.entries[slot][1]) is None
 
     def read(self, slot: int) -> tuple[int, bytes, bytes] | None:
-        """What is really in a slot: generation, key and payload; None if it is no whole record."""
-        record = self._files.read_at(self._data, slot * self.record_bytes, self.record_bytes)
+        """What is really in a slot: generation, key and payload.
+
+        None if it is no whole record, or if the disk does not give it back.
+        """
+        try:
+            record = self._files.read_at(self._data, slot * self.record_bytes, self.record_bytes)
+        except OSError:
+            return None
         body = _unsealed(record)
         if body is None or len(record) < self.record_bytes:
             return None

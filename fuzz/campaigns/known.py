@@ -42,7 +42,7 @@ def owner_of(subject: str) -> str:
     return "engine" if family == "eviction" else family
 
 
-class KnownIssue(Struct, frozen=True, forbid_unknown_fields=True):
+class KnownIssue(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One entry."""
 
     issue: str
@@ -53,8 +53,12 @@ class KnownIssue(Struct, frozen=True, forbid_unknown_fields=True):
     features: tuple[str, ...]
     case: str = ""
     """Its file, as seen from the ledger."""
+    id: str = ""
+    """Of the finding, where nothing else tells it from others: see ``entry_of``."""
 
     def matches(self, finding: FindingRecord) -> bool:
+        if not finding.kinds and self.id != finding.id:  # it was not shrunk: any may look like it
+            return False
         own = (owner_of(self.subject), self.property, sorted(self.kinds), sorted(self.features))
         return own == (
             owner_of(finding.subject),
@@ -140,6 +144,12 @@ def mark_known(store: Store, ledger: Ledger) -> None:
 def entry_of(finding: FindingRecord) -> str:
     """A line for the ledger, to be completed with the issue."""
     entry = KnownIssue(
-        "ISSUE", finding.subject, finding.property, finding.kinds, finding.features, "CASE"
+        "ISSUE",
+        finding.subject,
+        finding.property,
+        finding.kinds,
+        finding.features,
+        "CASE",
+        "" if finding.kinds else finding.id,
     )
     return msgspec.json.encode(entry).decode()

@@ -21,7 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvproof.fuzz.campaigns.known import Ledger, owner_of
-from kvproof.fuzz.campaigns.records import FindingRecord
+from kvproof.fuzz.campaigns.records import UNREPLAYED, FindingRecord
 from kvproof.fuzz.campaigns.store import Store, as_text, digest, write_whole
 from kvproof.fuzz.replay import replay
 from kvproof.fuzz.search import DETERMINISM, Found
@@ -80,7 +80,7 @@ class Triage:
         case, violation = told.case, told.violation
         kinds, features = needs_of(case) if told.is_shrunk else ((), ())
         finding = FindingRecord(
-            finding_id(case, violation.property, kinds, features),
+            finding_id(case, violation.property, kinds or _place_of(case, violation), features),
             target,
             case.subject,
             violation.property,
@@ -97,6 +97,14 @@ class Triage:
         finding = replace(finding, known=self.ledger.issue_of(finding))
         write_finding(self._store, finding, case if case.operations else None, told.moments)
         return finding
+
+
+def _place_of(case: Case, violation: Violation) -> tuple[str, ...]:
+    """What tells apart runs that never came to an end, of which nobody knows what they need.
+
+    A subject that is not deterministic shows it anywhere: that is one finding.
+    """
+    return (case.seed,) if violation.property in UNREPLAYED else ()
 
 
 def needs_of(case: Case) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -327,6 +327,9 @@ def _judged(
             failed=failed,
             problems=tuple(problems),
         )
+    never = [check for check, count in total.checked.items() if not count]
+    if subject is None and never and not why:  # of the kernels, whose runs are checks
+        problems.append(f"never run: {', '.join(never)}")
     problems += [why] if why else []
     verdict = merge("fail" if failed else "pass", "unknown" if problems else "pass")
     return Judgement(verdict, tuple(problems))
