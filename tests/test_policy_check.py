@@ -379,6 +379,10 @@ class PromisesLessThanNothing(Good):
     promises = Promises(starvation_bound=-1)
 
 
+class PromisesOne(Good):
+    promise = Promises(fcfs=True)
+
+
 class PromisesMaybe(Good):
     promises = Promises(fcfs="maybe")
 
@@ -407,6 +411,7 @@ def module(tmp_path: Path) -> Path:
         ("{}:Leaves", r"cannot be made: SystemExit: 0"),
         ("{}:PromisesAWord", r"promises 'fcfs', which is no Promises"),
         ("{}:PromisesLessThanNothing", r"has wrong promises: Expected `int` >= 0 .*starvation_bo"),
+        ("{}:PromisesOne", r"has Promises named 'promise': the attribute is called 'promises'$"),
         ("{}:PromisesMaybe", r"has wrong promises: Expected `bool`, got `str` .*fcfs"),
     ],
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.columns import Columns
 
@@ -30,9 +31,14 @@ from kvproof.fuzz.verdicts import reachable_goals
 from kvproof.invariants.case import dump_case
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.goals import Goal
+from kvproof.invariants.scheduling.vocabulary import Promises
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.subjects import SUBJECT_NAMES, VLLM_SCHEDULER, subject_factory
-from kvproof.stateful_tests.subjects.policies import EVICTION_POLICIES, is_eviction_policy
+from kvproof.stateful_tests.subjects.policies import (
+    EVICTION_POLICIES,
+    is_eviction_policy,
+    policy_factory,
+)
 
 _SHOWN_CASE_LINES = 40
 
@@ -155,10 +161,8 @@ def _show(report: Report, goals: tuple[Goal, ...]) -> None:
     total = report.total
     rows = [(kind, c["done"], c["refused"], c["skipped"]) for kind, c in total.operations.items()]
     table("Operations", ("kind", "done", "refused", "skipped"), rows)
-    meanings = [f"{name} {runs:,}" for name, runs in sorted(total.meanings.items())]
-    console.print(
-        f"[bold]Runs by what KV without room became[/]  {'  '.join(meanings)}", markup=True
-    )
+    meanings = "  ".join([f"{name} {runs:,}" for name, runs in sorted(total.meanings.items())])
+    console.print(f"[bold]Runs, by what becomes of KV without room[/]  {meanings}", markup=True)
     if report.finding is None:  # a run that ended early at a violation has missed a lot
         _show_goals(report, goals)
     missing = " (not promised)" if report.verdict == "pass" else ""
@@ -170,6 +174,15 @@ def _show(report: Report, goals: tuple[Goal, ...]) -> None:
     if report.finding is not None:
         _show_finding(report.finding)
     _show_summary(report)
+
+
+def _show_promises(subject: str) -> None:
+    """What a scheduler policy promises was checked; what it does not, was not demanded."""
+    family, _, policy = subject.partition(":")
+    if family == "scheduler":
+        promises = getattr(policy_factory(policy)(), "promises", Promises())
+        made = ", ".join(msgspec.to_builtins(promises)) or "none"
+        console.print(f"  Promises of the policy, which were checked: {made}.", markup=False)
 
 
 def _hint(subject: str) -> str:
@@ -229,6 +242,7 @@ def _show_summary(report: Report) -> None:
         for reason in report.reasons:
             console.print(f"  because {reason}", markup=False)
     if report.verdict == "pass":
+        _show_promises(report.subject)
         console.print(
             "  No property was violated, every operation kind that the subject offers succeeded, "
             "and each situation that is not rare was reached.\n"

@@ -36,6 +36,12 @@ def policy_factory(name: str, *, imports: bool = True) -> Callable[[], Scheduler
     policy = imported_class(name, imports=imports)
     if not callable(getattr(policy, "plan", None)):
         raise InputError(f"policy {name!r} has no method plan: see kvproof.engine.policy")
+    misspelt = [one for one in dir(policy) if isinstance(getattr(policy, one, None), Promises)]
+    if misspelt and "promises" not in misspelt:
+        raise InputError(
+            f"policy {name!r} has Promises named {misspelt[0]!r}: the attribute is called "
+            "'promises'"
+        )
     promises = _made(name, lambda: getattr(policy(), "promises", Promises()))
     if not isinstance(promises, Promises):
         raise InputError(
