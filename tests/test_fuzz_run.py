@@ -37,8 +37,9 @@ from kvproof.fuzz.campaigns.records import (
 )
 from kvproof.fuzz.campaigns.run import CampaignRun, Standing
 from kvproof.fuzz.campaigns.shard import ShardJob, run_job
-from kvproof.fuzz.campaigns.store import Journal, Store, read_lines
+from kvproof.fuzz.campaigns.store import Journal, Store, digest, read_lines, read_lines_from
 from kvproof.fuzz.campaigns.triage import Triage
+from kvproof.fuzz.cli import fuzz as fuzz_command
 from kvproof.fuzz.cli import main
 from kvproof.fuzz.cli.app import app
 from kvproof.fuzz.cli.fuzz import seconds_of
@@ -53,8 +54,11 @@ from kvproof.invariants.verdict import Violation
 CACHE = Target("cache", "engine", tiers_share=0.0)
 FAULT = "finish-forgets-its-table"
 """Fails most runs, and shrinks to two operations."""
+OTHER = "no-copy-on-write"
 CANARY = ("--target", "cache", "--fault", FAULT, "--seed", "canary", "--workers", "2")
 
+_HEARS_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+"""Where tests are run in the background, their children would ignore it."""
 _MAIN = "import sys; sys.argv[0] = 'kvproof'; from kvproof.fuzz.cli import main; main()"
 
 
@@ -167,13 +171,34 @@ def test_the_same_command_goes_on_and_another_is_refused(
     before = sorted((folder / "c").rglob("*"))
     for changed, message in (
         (("--seed", "other"), "its seed is canary, not other"),
-        (("--workers", "3"), "its shards is 2, not 3"),
-        (("--target", "tiers"), "its targets is cache, not cache, tiers"),
+        (("--workers", "3"), "it was begun with --workers 2 (or --shard I/2), not 3"),
+        (("--target", "tiers"), "it drives cache, not cache, tiers"),
+        (("--fault", OTHER), f"it was begun with --fault {FAULT}, not with --fault {OTHER}"),
     ):
         result = kvproof("fuzz", "--time", "2s", "--out", "c", *CANARY, *changed, cwd=folder)
         assert result.returncode == 2
         assert result.stderr.strip() == f"kvproof: c: is another campaign: {message}"
     assert sorted((folder / "c").rglob("*")) == before
+
+
+def test_a_call_that_goes_on_says_so(
+    canary: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And, where there is no terminal, now and then how far it is."""
+    monkeypatch.setattr(fuzz_command, "LINE_SECONDS", 0.5)
+    copytree(canary[0] / "c", tmp_path / "c")
+    store = Store(tmp_path / "c")
+    ops = sum(line.totals.ops for line in lines_of(store))
+    kept, replayed = len(store.kept("cache")), sum(line.replayed for line in lines_of(store))
+    result = kvproof("fuzz", "--time", "2s", "--out", "c", *CANARY, cwd=tmp_path)
+    assert re.search(rf"going on after \S+ s, {ops:,} operations; {kept} kept run", result.stdout)
+    assert re.search(r"found after \S+ s, by an earlier call", result.stdout)
+    told = result.stderr.splitlines()
+    assert len(told) >= 2
+    assert all(re.match(r"\d+ s: [\d,]+ operations, \d+ kept", line) for line in told)
+    assert sum(line.replayed for line in lines_of(store)) == replayed + kept
+    words = fuzz_command._words(Standing(ops=1, replayed=312, to_replay=929))
+    assert words.endswith(", replaying 312 of 929 kept runs")
 
 
 def test_what_is_mended_is_put_aside_and_comes_back_if_it_does(
@@ -198,6 +223,30 @@ def test_what_is_mended_is_put_aside_and_comes_back_if_it_does(
     again = kvproof("fuzz", "--time", "4s", "--out", "c", *CANARY, "--json", cwd=tmp_path)
     fields = printed(again)
     assert (again.returncode, [v["id"] for v in fields["violations"]]) == (1, [finding.id])
+
+
+def test_findings_that_were_taken_out_leave_it_unknown(
+    canary: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """The journals tell of failing runs, and nobody knows of what; put aside, it is known."""
+    copytree(canary[0] / "c", tmp_path / "c")
+    store = Store(tmp_path / "c")
+    (finding,) = store.found()
+    failures = sum(failures_of(store, shard) for shard in (0, 1))
+    (store.findings / finding.id / "finding.json").unlink()
+    summary = summarise([store.folder])
+    assert summary.verdict == "unknown"
+    assert summary.reasons[0].endswith(
+        f"{failures} failing runs of {finding.id}, which is neither in findings/ nor in mended/"
+    )
+    assert summary.sentence.startswith(f"There were {failures} failing runs of findings that are")
+    for path in (store.findings / finding.id).iterdir():
+        path.unlink()
+    again = kvproof("fuzz", "--time", "4s", "--out", "c", *CANARY, "--json", cwd=tmp_path)
+    assert [violation["id"] for violation in printed(again)["violations"]] == [finding.id]
+    store.mended.mkdir()
+    os.rename(store.findings / finding.id, store.mended / finding.id)
+    assert not any("neither in" in reason for reason in summarise([store.folder]).reasons)
 
 
 def test_what_never_failed_in_a_replay_is_not_taken_for_mended(
@@ -234,8 +283,13 @@ def theirs(canary: tuple[Path, dict[str, Any]], tmp_path: Path) -> tuple[Path, s
     return tmp_path, _THEIRS.format(tmp_path)
 
 
-def disguised(case: Path, subject: str) -> None:
-    case.write_text(case.read_text().replace('"subject": "engine"', f'"subject": "{subject}"'))
+def disguised(case: Path, subject: str) -> Path:
+    """Its file: a kept run bears the digest of its text."""
+    text = case.read_text().replace('"subject": "engine"', f'"subject": "{subject}"')
+    case.unlink()
+    place = case.with_name(f"{digest(text)}.json") if "corpus" in case.parts else case
+    place.write_text(text)
+    return place
 
 
 @pytest.mark.parametrize("where", ["corpus", "findings", "raw"])
@@ -250,7 +304,7 @@ def test_no_file_of_a_campaign_has_code_imported_that_nobody_named(
         case = store.keep("cache", load_case(case))
     if where == "raw":
         case = store.keep_raw(replace(load_case(case), seed="canary/cache/0"))
-    disguised(case, subject)
+    case = disguised(case, subject)
     command = [*CANARY, "--time", "2s"] if where != "corpus" else ["--replay-corpus"]
     result = kvproof("fuzz", "--out", "c", *command, cwd=folder)
     assert not (folder / "ran").exists()
@@ -333,6 +387,11 @@ def test_an_entry_whose_case_passes_fails_the_campaign(
     assert (result.returncode, fields["verdict"]) == (1, "fail")
     assert fields["violations"] == []
     assert any("remove the entry" in note for note in fields["notes"])
+    summary = summarise([tmp_path / "clean"])  # a report judges the same
+    assert (summary.verdict, fields["untriaged"]) == ("fail", 0)
+    assert summary.sentence.startswith("1 known issue is mended: remove its entry. Nothing was")
+    Store(tmp_path / "clean").tell_stale([])  # as a call does that finds nothing wrong with it
+    assert summarise([tmp_path / "clean"]).verdict != "fail"
 
 
 def test_an_entry_matches_only_its_own_finding(canary: tuple[Path, dict[str, Any]]) -> None:
@@ -353,7 +412,11 @@ def test_an_entry_matches_only_its_own_finding(canary: tuple[Path, dict[str, Any
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"issue": " "}, r"no issue at \$.issues\[0\].issue"),
+        ({"issue": " "}, r"at \$.issues\[0\]: no issue: where is it tracked"),
+        ({"issue": "ISSUE"}, r"at \$.issues\[0\]: no issue"),
+        ({"kinds": []}, r"at \$.issues\[0\]: no kinds"),
+        ({"kinds": ["admit"]}, "its kinds and features are not those of .*: abort, admit"),
+        ({"features": ["salt"]}, "its kinds and features are not those of .*: abort, admit"),
         ({"case": "nowhere.json"}, "no file nowhere.json"),
         ({"kind": []}, "unknown field `kind`"),
     ],
@@ -393,9 +456,9 @@ def test_a_case_of_the_corpus_that_fails_now_is_told(tmp_path: Path) -> None:
     store = Store(tmp_path / "c")
     store.begin(Campaign("s", (CACHE,), 1))
     run_job(ShardJob(str(store.folder), 0, 1.0))
-    for path, _ in store.kept("cache"):
-        text = path.read_text()
-        path.write_text(text.replace('"subject"', f'"fault": "{FAULT}",\n  "subject"'))
+    for path, case in store.kept("cache"):
+        path.unlink()
+        store.keep("cache", replace(case, fault=FAULT))
     result = kvproof("fuzz", "--replay-corpus", "--out", "c", "--json", cwd=tmp_path)
     fields = printed(result)
     assert (result.returncode, fields["verdict"]) == (1, "fail")
@@ -458,6 +521,7 @@ def test_a_shard_is_run_alone_and_all_are_reported_together(tmp_path: Path) -> N
         (("--shard", "4/4"), "--shard 4/4: say 0/4"),
         (("--shard", "1"), "--shard 1: say 0/4"),
         (("--shard", "0/2", "--workers", "2"), "leave out --workers"),
+        (("--shard", "0/2"), "--shard: say --seed as well"),
         (("--time", "soon"), "--time soon: say 30s"),
         (("--time", "0s"), "--time 0s: say 30s"),
         (("--coverage",), "--coverage is taken with --replay-corpus"),
@@ -503,8 +567,9 @@ def begun(tmp_path: Path) -> Store:
     [
         ("campaign.json", "{}", "campaign.json: Object missing required field"),
         ("campaign.json", '{"format": ', "campaign.json: Input data was truncated"),
-        ("shards/0000.jsonl", "nonsense\n", "0000.jsonl: at byte 0: JSON is malformed"),
-        ("corpus/cache/0123.json", "[]", "0123.json: not a kvproof case"),
+        ("shards/0000.jsonl", "nonsense\n", "0000.jsonl:1: JSON is malformed"),
+        (f"corpus/cache/{digest('[]')}.json", "[]", ".json: Expected `object`"),
+        ("corpus/cache/0123.json", "{}", "0123.json: is not as it was written"),
         ("raw/0123.json", "{", "0123.json:1:2: the file ends too early"),
         ("findings/x_1/finding.json", "{}", "finding.json: Object missing required field"),
     ],
@@ -533,6 +598,23 @@ def test_a_torn_last_line_is_no_line_and_is_cut_off(begun: Store) -> None:
     assert len(read_lines(path, Progress)) > whole.count(b"\n")
 
 
+def test_a_journal_is_quoted_by_its_line(begun: Store) -> None:
+    """As a report does, from wherever it is read on."""
+    path = begun.journal(0)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole.splitlines(keepends=True)[0] + b"nonsense\n")
+    with pytest.raises(InputError, match=rf"0000\.jsonl:{whole.count(10) + 2}: JSON is mal"):
+        read_lines_from(path, Progress, len(whole))
+
+
+def test_a_kept_run_that_was_edited_is_named(begun: Store) -> None:
+    path, _ = begun.kept("cache")[0]
+    path.write_text(path.read_text().replace('"operations"', '"operations" '))
+    for command in (["--time", "1s", "--target", "cache"], ["--replay-corpus"]):
+        result = kvproof("fuzz", *command, "--out", ".", cwd=begun.folder)
+        assert (result.returncode, f"{path.name}: is not as it was" in result.stderr) == (2, True)
+
+
 def test_a_folder_of_something_else_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("chapter 1")
     with pytest.raises(InputError, match="is not empty, and is no campaign's"):
@@ -557,7 +639,7 @@ def test_a_full_disk_ends_the_campaign_clearly_and_tears_nothing(tmp_path: Path)
     command = ("fuzz", "--time", "60s", "--target", "cache", "--workers", "1", "--out", "c")
     result = in_a_process(*command, cwd=tmp_path, before=limit)
     assert result.returncode == 2, result.stdout
-    assert re.search("No space left on device|File too large", result.stderr)
+    assert re.search(r"c/\S+: (No space left on device|File too large)", result.stderr)
     assert len(result.stderr.strip().splitlines()) == 1
     store = Store(tmp_path / "c")
     lines_of(store)
@@ -628,7 +710,7 @@ def children_of(pid: int) -> list[int]:
 
 def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", _MAIN, "fuzz", "--out", "c", *arguments],
+        [sys.executable, "-c", _HEARS_CTRL_C + _MAIN, "fuzz", "--out", "c", *arguments],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -705,6 +787,7 @@ def test_an_interrupted_campaign_ends_in_order(tmp_path: Path, number: int) -> N
     assert process.returncode == 1, out + err
     assert "stopped: the same command goes on" in err
     assert "FAIL" in out
+    assert re.search(r"note: interrupted after \d+ of 60 s", out)
     assert workers
     assert not any(is_running(worker) for worker in workers)
 
@@ -763,11 +846,11 @@ def test_a_run_that_takes_the_process_is_a_finding_and_passed_over(
     assert (finding.property, finding.target) == (property, target.name)
     assert words in finding.message
     passed = read_lines(store.passed_over(0), PassedOver)
-    assert passed[0].seed == finding.seed
+    assert {own.seed for own in store.found()} == {own.seed for own in passed}
     case = load_case(store.findings / finding.id / "case.json")
     assert "Fork" in str(case.operations)
     lines = lines_of(store)
-    number = int(finding.seed.rpartition("/")[2])
+    number = int(passed[0].seed.rpartition("/")[2])
     assert sum(line.drawn for line in lines) > number + 1  # it went on behind it
 
 

@@ -275,7 +275,7 @@ def salt_and_adapter_untagged(original: Replacement, group: int, salt: int, adap
     property="KEY",
     source="B50, xLLM-AI/xllm#2047",
     shortest=4,
-    also=("VALID",),
+    also=("VALID", "CAP", "MET"),
 )
 def adapter_not_in_key(original: Replacement, group: int, salt: int, adapter: int) -> bytes:
     """Keys cover tokens and salt, but not the adapter."""
@@ -288,7 +288,7 @@ def adapter_not_in_key(original: Replacement, group: int, salt: int, adapter: in
     property="KEY",
     source="B47, LMCache/LMCache#3301",
     shortest=4,
-    also=("VALID",),
+    also=("VALID", "CAP", "MET"),
 )
 def media_identity_truncated(
     original: Replacement, media: Sequence[Media], start: int, end: int
@@ -303,7 +303,7 @@ def media_identity_truncated(
     property="KEY",
     source="B48, LMCache/LMCache#4183",
     shortest=4,
-    also=("VALID", "CAP"),
+    also=("VALID", "CAP", "MET"),
 )
 def media_not_in_key(original: Replacement, media: Sequence[Media], start: int, end: int) -> bytes:
     """Keys come from token ids alone; all media share one placeholder token."""
@@ -316,7 +316,7 @@ def media_not_in_key(original: Replacement, media: Sequence[Media], start: int, 
     property="KEY",
     source="kekzl/imp#1301, a mutant that survived there",
     shortest=4,
-    also=("VALID",),
+    also=("VALID", "CAP", "MET"),
 )
 def key_ignores_last_token(
     original: Replacement, parent: bytes, tokens: array[int], media: bytes
@@ -484,7 +484,7 @@ def host_block_freed_twice(original: Replacement, self: TierPool, slots: Sequenc
     property="QUIES",
     source="B105, openvinotoolkit/model_server#4428",
     shortest=5,
-    also=("CONS", "CRASH", "XFER"),
+    also=("CONS", "CRASH", "XFER", "MET"),
 )
 def aborted_swap_keeps_host_blocks(original: Replacement, self: Engine, request: Request) -> None:
     """A swapped request that is aborted is forgotten together with its host blocks."""
@@ -500,6 +500,7 @@ def aborted_swap_keeps_host_blocks(original: Replacement, self: Engine, request:
     property="CRASH",
     source="B145, vllm-project/vllm#11562",
     shortest=6,
+    also=("CAP",),
 )
 def admission_ignores_free_hits(
     original: Replacement, self: BlockPool, blocks: Sequence[int]
@@ -540,6 +541,7 @@ def boundary_block_too_early(original: Replacement, tokens: int, block_size: int
     property="CAP",
     source="B153, GeeeekExplorer/nano-vllm#144",
     shortest=4,
+    also=("MET",),
 )
 def hit_covers_the_whole_prompt(
     original: Replacement, matched_blocks: int, length: int, block_size: int
