@@ -330,7 +330,10 @@ class _Search:
 
     def _lower_configuration(self) -> None:
         for name, value in asdict(self.case.configuration).items():
-            if name in ("kv_bytes_per_token", "scheduling"):
+            if name == "scheduling":
+                continue
+            if name == "kv_bytes_per_token":  # a figure of a model: no simpler for being lower
+                self._try_in(**{name: getattr(_PLAIN_WORLD, name)})
                 continue
             for lower in _lower_field(Configuration, name, value):
                 if self._try_in(**{name: lower}):
@@ -439,11 +442,8 @@ def _size(case: Case) -> tuple[int, int, str]:
     numbers = sum(_weight(operation) for operation in case.operations)
     world = asdict(case.configuration)
     limits, defaults = asdict(world.pop("scheduling")), asdict(Limits())
-    numbers += sum(
-        _weight_of(v, getattr(_PLAIN_WORLD, k))
-        for k, v in world.items()
-        if k != "kv_bytes_per_token"
-    )
+    numbers += world.pop("kv_bytes_per_token") != _PLAIN_WORLD.kv_bytes_per_token
+    numbers += sum(_weight_of(v, getattr(_PLAIN_WORLD, k)) for k, v in world.items())
     numbers += 10 * sum(limits[name] != defaults[name] for name in limits)
     return len(case.operations), numbers + len(case.features), repr(case.operations)
 

@@ -51,6 +51,7 @@ from kvproof.invariants.scheduling.vocabulary import (
 )
 from kvproof.invariants.story import Moment
 from kvproof.invariants.verdict import Violation
+from kvproof.stateful_tests.subjects import is_kvproofs_own
 
 # -- the pytest file -----------------------------------------------------------------------------
 
@@ -78,19 +79,29 @@ def test_{name}() -> None:
 '''
 
 
-def pytest_source(case: Case, explanation: str = "") -> str:
+_WHERE = (
+    "It imports {}: run pytest in the folder where kvproof was run when this was found, or where "
+    "that code is found as it was there."
+)
+
+
+def pytest_source(case: Case, explanation: str = "", *, name: str = "") -> str:
     """A test file that replays the case, and fails as long as it violates a property.
 
-    It imports nothing but kvproof.  ``explanation`` becomes its docstring.
+    It imports nothing but kvproof.  ``explanation`` becomes its docstring, ``name`` (that of the
+    case if there is none) its function's.
     """
+    told = explanation or "Replays a case of kvproof."
+    if not is_kvproofs_own(case.subject):
+        told += f"\n\n{_WHERE.format(case.subject)}"
     return _TEST.format(
         title=f"{case.violates or 'A property'} is violated by {case.subject}.",
-        body=_docstring(_wrapped(explanation or "Replays a case of kvproof.")),
+        body=_docstring(_wrapped(told)),
         imports=_imports(case),
         subject=case.subject,
         configuration=_source(case.configuration),
         operations="\n".join(f"        {source_of(o)}," for o in case.operations),
-        name=case_name(case),
+        name=name or case_name(case),
         run=_run(case),
     )
 
@@ -161,8 +172,13 @@ q3: request 3 of the scheduler, by arrival (in the cache it may be another r)
 #4: iteration 4: what its plan ran, for how many tokens; ! preempted, !! swapped out"""
 
 
-def log_text(case: Case, explanation: str, moments: Sequence[Moment] = ()) -> str:
-    """The run, one line per operation: what was asked, what was answered, what changed."""
+def log_text(
+    case: Case, explanation: str, moments: Sequence[Moment] = (), *, violated: str = ""
+) -> str:
+    """The run, one line per operation: what was asked, what was answered, what changed.
+
+    ``violated``: what the last operation of the recorded run violates; its line is marked.
+    """
     rows = [
         (source_of(moment.operation), _answer(moment.outcome), _changes(moment.events))
         for moment in moments
@@ -172,12 +188,19 @@ def log_text(case: Case, explanation: str, moments: Sequence[Moment] = ()) -> st
         f"{op:>4}  {row[0]:<{asked}}  {row[1]:<{answered}}  {row[2]}".rstrip()
         for op, row in enumerate(rows)
     ]
+    if moments and violated:
+        lines[-1] += violation_mark(violated)
     world = f"{case.subject}, {_source(case.configuration)}"
     features = f"features: {', '.join(case.features)}\n" if case.features else ""
     schedules = any(isinstance(e, SchedulerEvent) for moment in moments for e in moment.events)
     names = any(hasattr(operation, "transfer") for operation in case.operations)
     legend = _LEGEND + _TRANSFER_LEGEND * names + _SCHEDULER_LEGEND * schedules
     return f"{_wrapped(explanation)}\n\n{world}\n{features}\n{legend}\n\n" + "\n".join(lines) + "\n"
+
+
+def violation_mark(property: str) -> str:
+    """What ends the line of the operation at which a violation was seen."""
+    return f"   ✗ {property}"
 
 
 def _answer(outcome: Outcome) -> str:
@@ -329,10 +352,11 @@ def write_finding(
     case = replace(case, violates=case.violates or violation.property)
     text = dump_case(case)
     name = _free_name(case, text, folder)
+    violated = violation.property if moments and moments[-1].op == violation.op else ""
     files = {
         f"{name}.json": text,
-        f"test_{name}.py": pytest_source(case, explanation),
-        f"{name}.txt": log_text(case, explanation, moments),
+        f"test_{name}.py": pytest_source(case, explanation, name=name),
+        f"{name}.txt": log_text(case, explanation, moments, violated=violated),
     }
     for file, content in files.items():
         _write(folder / file, content)

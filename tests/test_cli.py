@@ -11,12 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from kvproof.fuzz.cli.app import app
-from kvproof.invariants.case import load_case, save_case
+from kvproof.fuzz.faults import fault_by_id
+from kvproof.fuzz.replay import replay
+from kvproof.fuzz.report.unchecked import UNCHECKED
+from kvproof.invariants.case import Case, load_case, save_case
 from kvproof.invariants.checks import CHECKS
-from kvproof.invariants.operations import KINDS, TIER_KINDS
+from kvproof.invariants.operations import KINDS, TIER_KINDS, Reset
+from kvproof.invariants.subject import Configuration
+from kvproof.invariants.verdict import Violation
+from kvproof.stateful_tests.export import case_name, pytest_source, write_finding
 
 COMMANDS = ("check", "trace", "replay", "shrink", "invariants", "faults", "bench")
 
@@ -246,6 +253,49 @@ def test_invariants_lists_and_explains(tmp_path: Path) -> None:
     assert entry["positive_control"] == "counter-drifts"
 
 
+@pytest.mark.parametrize("property_id", ["CRASH", "DETERMINISM", "HANG", "DIED", "KERNEL"])
+def test_what_no_check_looks_at_is_explained_as_well(property_id: str) -> None:
+    listed = CliRunner().invoke(app, ["invariants"]).output
+    explained = CliRunner().invoke(app, ["invariants", property_id]).output
+    assert property_id in listed.partition("Seen without a check")[2]
+    for part in (f"{property_id}: ", "Verifies: ", "Does not verify: "):
+        assert part in explained
+    assert ("Positive control" in explained) == (property_id == "CRASH")
+
+
+def test_the_fault_that_shows_a_crash_does() -> None:
+    (crash,) = [own for own in UNCHECKED if own.positive_control]
+    assert crash.id == fault_by_id(crash.positive_control).property == "CRASH"
+
+
+def test_an_exported_test_says_where_code_of_ones_own_is_found() -> None:
+    own, kvproofs = (
+        pytest_source(Case(subject, Configuration(), [Reset()]), "why")
+        for subject in ("scheduler:sched.py:Mine", "scheduler:fcfs")
+    )
+    compile(own, "test_own.py", "exec")
+    assert "It imports scheduler:sched.py:Mine: run pytest in the folder" in " ".join(own.split())
+    assert "It imports" not in kvproofs
+
+
+def test_a_log_marks_the_violation_where_it_was_seen_only(tmp_path: Path) -> None:
+    case = Case("engine", Configuration(), [Reset(), Reset()], violates="REF")
+    moments = replay(case, record=True).moments
+    for op, seen in ((1, [False, True]), (0, [False, False])):
+        folder = tmp_path / str(op)
+        *_, log = write_finding(case, Violation("REF", "m", op=op), "why", folder, moments=moments)
+        lines = log.read_text(encoding="utf-8").splitlines()[-2:]
+        assert [line.endswith("   ✗ REF") for line in lines] == seen
+
+
+def test_an_exported_test_is_named_as_its_file(tmp_path: Path) -> None:
+    case = Case("engine", Configuration(), [Reset()])
+    assert "\ndef test_ref_17() -> None:" in pytest_source(case, name="ref_17")
+    (tmp_path / f"{case_name(replace(case, violates='REF'))}.json").write_text("another's")
+    paths = write_finding(case, Violation("REF", "m"), "why", tmp_path)
+    assert f"\ndef {paths[1].stem}() -> None:" in paths[1].read_text()
+
+
 def test_faults_list_and_detect(tmp_path: Path) -> None:
     listed = printed(kvproof("faults", "list", "--json", cwd=tmp_path))
     assert len(listed["faults"]) >= 16
@@ -271,10 +321,7 @@ def test_faults_list_and_detect(tmp_path: Path) -> None:
 
 def test_faults_detect_complains_of_what_it_has_not_seen() -> None:
     """Positive control of the command's own verdict."""
-    from msgspec.structs import replace
-
     from kvproof.fuzz.detect import complaint, detect_fault
-    from kvproof.fuzz.faults import fault_by_id
 
     fault = fault_by_id("head-released-first")
     detection = detect_fault(fault, seed="complaint", seeds=2, seconds=5.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from math import inf
 from pathlib import Path
@@ -250,14 +251,17 @@ def test_figures_of_a_fault_by_hand() -> None:
 def test_what_was_asked_for_and_what_was_reached() -> None:
     rows = by_key(row(LOOP, EASY, 0.5), row("hypothesis-unlimited", EASY, 15.0))
     detections = [detection_of(fault_by_id(EASY), rows[EASY, LOOP])]
-    lines = asked_and_reached(reached(detections, rows, CleanRun(1000, 0)), seeds=1)
+    goals = reached(detections, rows, CleanRun(1000, 0))
+    lines = asked_and_reached(goals, replace(CONDITIONS, seeds=3, seconds=90.0))
+    assert lines[0][0] == "faults found in every search (3 a fault)"
     assert [(asked, got) for _, asked, got in lines] == [
-        ("1 of 1", "1 of 1"),
+        ("all 1", "1 of 1"),
         ("at most 60", f"0.5 ({EASY})"),
         ("at most 1.5", f"1 ({EASY})"),
         ("at least 25", "30 (over 1 of 1 faults)"),
         ("0", "0 in 1,000 operations"),
     ]
+    assert asked_and_reached(goals, CONDITIONS)[1][1] == "at most 20"
 
 
 # -- what is written -------------------------------------------------------------------------------
@@ -404,13 +408,17 @@ def test_comparison_over_a_sample() -> None:
     assert [fault["id"] for fault in compared] == [chosen]
 
 
-def test_the_last_line_says_what_was_asked_for_and_reached() -> None:
+def test_the_last_lines_say_what_was_asked_for_and_reached() -> None:
     result = kvproof("detect", EASY, *QUICK, "--compare", "hypothesis-unlimited")
     assert result.exit_code == 0
-    *_, verdict, last = result.stdout.strip().splitlines()
+    verdict, first, *lines = result.stdout.strip().splitlines()[-6:]
     assert verdict.startswith("PASS ")
-    assert last.startswith("faults found in 1 of 1 searches: asked for 1 of 1, reached 1 of 1; ")
-    assert "times faster than Hypothesis without an example limit: asked for at least 25" in last
+    assert first == "  faults found in every search (1 a fault): 1 of 1; asked for: all 1"
+    assert any(
+        re.fullmatch(r"  times faster than Hypothesis without .*; asked for: at least 25", line)
+        for line in lines
+    )
+    assert lines[-1].startswith("  violations on unmodified subjects: 0 in ")
 
 
 def test_a_fault_that_is_not_found_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,7 +426,7 @@ def test_a_fault_that_is_not_found_is_exit_code_1(monkeypatch: pytest.MonkeyPatc
     result = kvproof("detect", EASY, *QUICK)
     assert result.exit_code == 1
     assert f"FAIL {EASY}: found in 0 of 1 searches" in result.stdout
-    assert "reached 0 of 1" in result.stdout.splitlines()[-1]
+    assert ": 0 of 1; asked for: all 1" in result.stdout
 
 
 def test_a_subject_that_fails_unmodified_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,3 +498,4 @@ def test_a_named_fault_is_told_in_full() -> None:
         assert fault.summary in result.stdout
         assert fault.source in result.stdout
         assert f"shortest known run: {length}" in result.stdout
+        assert f"see it found: kvproof check --fault {name}\n" in result.stdout

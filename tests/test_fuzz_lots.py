@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count, cycle
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,31 @@ import pytest
 
 from kvproof.engine.eviction import LeastRecentlyUsed
 from kvproof.fuzz.campaigns import known
-from kvproof.fuzz.campaigns.known import KnownIssue, Ledger, entry_of, mended
+from kvproof.fuzz.campaigns.known import KnownIssue, Ledger, entry_of, mended, needs_of
 from kvproof.fuzz.campaigns.lots import Lot, Site
 from kvproof.fuzz.campaigns.novelty import Watch, state_code, state_words, transition_code
 from kvproof.fuzz.campaigns.records import HANG, Campaign, FindingRecord, Progress, Target
 from kvproof.fuzz.campaigns.shard import Shard, ShardJob, run_job
 from kvproof.fuzz.campaigns.store import Store, as_text
 from kvproof.fuzz.campaigns.subject_lot import SubjectLot
-from kvproof.fuzz.campaigns.targets import FAMILIES, chosen_targets, draw_for
+from kvproof.fuzz.campaigns.targets import FAMILIES, chosen_targets, draw_for, shard_of
 from kvproof.fuzz.campaigns.triage import Triage, finding_id
 from kvproof.fuzz.faults import fault_by_id
 from kvproof.fuzz.replay import replay
 from kvproof.fuzz.search import DETERMINISM, Found, abilities, found, run_once, run_twice
 from kvproof.invariants.case import Case, load_case, save_case
 from kvproof.invariants.errors import InputError
-from kvproof.invariants.operations import Admit, Fork, Grow, Launch, Retire, Segment
+from kvproof.invariants.operations import (
+    Admit,
+    Arrive,
+    Fork,
+    Grow,
+    Launch,
+    Retire,
+    Run,
+    Schedule,
+    Segment,
+)
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Violation
 from kvproof.stateful_tests.harnesses import harness_for
@@ -68,8 +78,14 @@ def lot_of(
 
 def made(lot: Lot, runs: int) -> Progress:
     """What the lot says of so many runs; ``work`` asks after each whether to stop."""
-    told = count(1)
-    return lot.work(end=float("inf"), stop=lambda: next(told) >= runs)
+    return lot.work(end=float("inf"), stop=lambda: lot.progress.drawn >= runs)
+
+
+def replayed(lot: Lot) -> Lot:
+    """The lot, once it has run again all that was kept before."""
+    lot.open()
+    lot.replay_kept(float("inf"), lambda: False)
+    return lot
 
 
 def counted(progress: Progress) -> dict[str, Any]:
@@ -273,11 +289,37 @@ def test_the_corpus_keeps_what_is_new_and_replays_to_it(tmp_path: Path) -> None:
     assert progress.novel == 0
 
 
+def test_a_corpus_is_replayed_beside_new_runs_and_each_shard_its_own(tmp_path: Path) -> None:
+    """No case of it takes more than a part of a slice, and none of it the target's speed."""
+    for shard in (0, 1):
+        made(lot_of(tmp_path, campaign(shards=2), shard=shard), 30)
+    own = {
+        case.seed
+        for _, case in Store(tmp_path).kept("cache")
+        if shard_of(campaign(shards=2), CACHE, case.seed) == 1
+    }
+    lot = lot_of(tmp_path, campaign(shards=2), shard=1, say=(seeds := []).append)
+    slices = []
+    while len(slices) < 2 or lot._corpus.pending:  # one case a slice, as there is no time
+        slices.append(lot.work(end=0.0, stop=lambda: False))
+    assert [progress.replayed for progress in slices] == [1] * len(own)
+    assert [progress.totals.runs for progress in slices] == [1] * len(own)
+    assert {*seeds[::2]} == own
+    assert sum(progress.cpu_seconds for progress in slices) < 0.9 * lot.charged_seconds
+    assert sum(progress.novel for progress in slices[:-1]) == 0  # nobody knows yet what is new
+
+
+def test_a_run_of_another_campaign_in_the_corpus_is_the_first_shards() -> None:
+    of = campaign(shards=3)
+    seeds = ("seed/cache/7", "seed/cache/8", "other/cache/7", "seed/cache/x", "")
+    assert [shard_of(of, CACHE, seed) for seed in seeds] == [1, 2, 0, 0, 0]
+
+
 def test_a_corpus_that_fails_now_is_a_finding(tmp_path: Path) -> None:
     made(lot_of(tmp_path, campaign()), 12)
     with fault_by_id(FAULT).installed():
         lot = lot_of(tmp_path, campaign(), passed_over=frozenset({"seed/cache/0"}))
-        lot.open()
+        replayed(lot)
     assert [finding.property for finding in Store(tmp_path).found()] == ["QUIES"]
 
 
@@ -293,8 +335,7 @@ def test_what_the_corpus_cannot_be_judged_by_now_is_told(
         raise SystemExit("no device")
 
     monkeypatch.setattr(lot, "_factory", unmade)
-    lot.open()
-    problems = lot.progress.totals.problems
+    problems = replayed(lot).progress.totals.problems
     assert problems == [f"run {case.seed}: SystemExit: no device" for _, case in kept]
 
 
@@ -429,6 +470,15 @@ def test_findings_are_told_apart_by_property_kinds_features_and_owner() -> None:
     ]
     assert len(set(different)) == len(different)
     assert id_of("scheduler:fcfs", *base[1:]) == id_of("scheduler:orca", *base[1:])
+
+
+def test_iterations_in_one_operation_or_in_several_are_one_cause() -> None:
+    """Else a known issue would come back as a new one."""
+    arrive = Arrive((Segment(0, 2),))
+    needs = [
+        needs_of(Case("mine:S", Configuration(), [arrive, own])) for own in (Run(3), Schedule())
+    ]
+    assert needs == [(("arrive", "schedule"), ())] * 2
 
 
 def test_time_goes_elsewhere_once_something_is_found(tmp_path: Path) -> None:

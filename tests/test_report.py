@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from kvproof.fuzz.campaigns.records import (
 )
 from kvproof.fuzz.campaigns.shard import ShardJob, run_job
 from kvproof.fuzz.campaigns.store import Store, as_text, read_lines, read_record
+from kvproof.fuzz.campaigns.targets import KERNELS
 from kvproof.fuzz.cli import report as report_command
 from kvproof.fuzz.report.summary import Summary, summarise
 from kvproof.fuzz.verdicts import reachable_goals
@@ -467,6 +469,53 @@ def test_a_case_that_fails_no_more_is_told_as_such(one: Path) -> None:
     assert 'class="violation"' not in html
 
 
+def test_what_is_in_brackets_is_no_clause_of_its_own(one: Path) -> None:
+    explanation = (
+        "PLAN at operation 3: m.\nThe policy was given iteration 1: 2 of 2 blocks free (block size "
+        "2; 1 (of 2) of them cached; 0 pinned), no request waits; nothing runs.\n"
+        "Block 1: it is free; (it is read"
+    )
+    spoil(one, message="m", explanation=explanation)
+    items = re.findall("<li>(.*?)</li>", page(summarise([one])))
+    assert items[:2] == [
+        "2 of 2 blocks free (block size 2; 1 (of 2) of them cached; 0 pinned), no request waits",
+        "nothing runs",
+    ]
+    assert items[2:4] == ["it is free", "(it is read"]
+
+
+def test_the_log_marks_where_it_was_seen_and_the_page_once(one: Path) -> None:
+    case = load_case(finding_file(one).parent / "case.json")
+    *before, last = (finding_file(one).parent / "log.txt").read_text().splitlines()
+    assert last.endswith(f"   ✗ {case.violates}")
+    assert "✗" not in "\n".join(before)
+    html = unescape(page(summarise([one])))
+    assert re.findall("<mark>(.*?)</mark>", html) == [last]
+    assert f"<title>{' '.join(last.partition('   ✗')[0].split())}</title>" in html
+
+
+def test_a_finding_has_one_name(one: Path) -> None:
+    record = read_record(finding_file(one), FindingRecord)
+    source = (finding_file(one).parent / f"test_{record.id}.py").read_text()
+    assert f"\ndef test_{record.id}() -> None:" in source
+
+
+def test_coverage_of_code_of_ones_own_has_to_be_allowed(tmp_path: Path) -> None:
+    hint = "kvproof fuzz --replay-corpus --coverage --out "
+    mine = Target("policy:a b.py:Mine", "scheduler:a b.py:Mine")
+    kernels = Target("kernels", KERNELS)
+    folder = written(tmp_path / "campaign", (CACHE, mine, kernels), all_reached(CACHE))
+    html = unescape(page(summarise([folder], frozenset())))
+    assert f"<code>{hint}{folder} --subject 'scheduler:a b.py:Mine'</code>" in html
+    own = written(tmp_path / "own", (CACHE,), all_reached(CACHE))
+    assert f"<code>{hint}{own}</code>" in unescape(page(summarise([own])))
+
+
+def test_transitions_are_told_apart_from_the_charts(html: str) -> None:
+    assert "those of all targets taken together" in html
+    assert "Distinct transitions seen, counted target by target" in html
+
+
 def test_code_of_somebodys_is_not_replayed_unasked(one: Path) -> None:
     case = finding_file(one).parent / "case.json"
     case.write_text(case.read_text().replace('"subject": "engine"', '"subject": "no_such:Thing"'))
@@ -525,6 +574,18 @@ def test_junit_has_an_error_where_silence_proves_nothing(tmp_path: Path, one: Pa
     assert not [*root.iter("failure")]
 
 
+def test_junit_passes_nothing_that_the_verdict_does_not(summary: Summary, tmp_path: Path) -> None:
+    """A known issue that is mended fails; findings that are gone leave doubts."""
+    root = junit_of(replace(summary, stale=1, lost=2), tmp_path / "junit.xml")
+    told = {
+        case.get("name"): case[0].tag
+        for case in root.iter("testcase")
+        if case.get("classname") == "kvproof.reached" and len(case)
+    }
+    assert told["findings are there"] == "error"
+    assert told["known issues are not mended"] == "failure"
+
+
 def test_junit_is_xml_whatever_other_peoples_code_says(one: Path, tmp_path: Path) -> None:
     spoil(one, message=f"{HOSTILE}\x00", explanation=f"\x08{HOSTILE}")
     root = junit_of(summarise([one]), tmp_path / "junit.xml")
@@ -577,7 +638,8 @@ def test_without_the_extra_it_says_what_to_install(
     result = kvproof_report(shards[0], "--out", tmp_path / "r.html")
     assert isinstance(result.exception, InputError)  # which main() prints, and exits with 2
     assert str(result.exception) == (
-        "a report needs jinja2 and junitparser: pip install 'kvproof[report]'"
+        "a report needs jinja2 and junitparser: pip install 'kvproof[report]' (in a checkout: "
+        "'.[report]')"
     )
     assert not (tmp_path / "r.html").exists()
 
@@ -588,7 +650,60 @@ def test_a_place_that_cannot_be_written_is_said_first(one: Path, tmp_path: Path)
     assert "its folder does not exist" in str(result.exception)
 
 
+@pytest.mark.parametrize(
+    ("closed", "right", "complaint"),
+    [
+        ("closed", os.X_OK, "its folder may not be entered"),
+        ("closed", os.W_OK, "its folder cannot be written to"),
+        ("closed/j.xml", os.W_OK, "cannot be written to"),
+    ],
+)
+def test_nothing_is_written_where_the_other_file_cannot_be(
+    one: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    closed: str,
+    right: int,
+    complaint: str,
+) -> None:
+    """One who runs the tests as root may write anywhere."""
+    out, junit = tmp_path / "r.html", tmp_path / "closed" / "j.xml"
+    junit.parent.mkdir()
+    if closed.endswith(".xml"):
+        junit.touch()
+
+    def access(path: str | Path, mode: int) -> bool:
+        return Path(path) != tmp_path / closed or not mode & right
+
+    monkeypatch.setattr(os, "access", access)
+    result = kvproof_report(one, "--out", out, "--junit", junit)
+    assert isinstance(result.exception, InputError)
+    assert str(result.exception) == f"{junit}: {complaint}"
+    assert not out.exists()
+
+
+def test_the_command_says_that_maps_are_left_out(one: Path, tmp_path: Path) -> None:
+    note = "the block maps of no_such:Thing are left out: a replay imports code of yours"
+    spoil(one, subject="no_such:Thing")
+    arguments = (one, "--out", tmp_path / "r.html")
+    assert note in kvproof_report(*arguments).output
+    assert note not in kvproof_report(*arguments, "--subject", "no_such:Thing").output
+    spoil(one, subject="kernels")
+    assert "block maps" not in kvproof_report(*arguments).output
+
+
+def test_its_help_is_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = [line.strip() for line in kvproof_report("--help").output.splitlines()]
+    told = lines[lines.index("Add up what campaigns did, and write one page that tells it.") :]
+    paragraph = told[2 : told.index("", 2)]
+    assert paragraph[0].startswith("The page needs nothing but itself")
+    written = [line.strip() for line in (report_command.report.__doc__ or "").splitlines()]
+    assert set(paragraph) <= set(written)
+
+
 def test_the_help_teaches() -> None:
     output = kvproof_report("--help").output
     assert "kvproof[report]" in output
+    assert "'.[report]'" in output
     assert "kvproof report shard-0 shard-1" in output

@@ -132,6 +132,20 @@ def test_the_block_map_is_seen_with_its_violation(opened: Any) -> None:
     assert [label.text for label in shown(opened, ".map text.holder")].count("r0 r1") >= 1
 
 
+@pytest.mark.parametrize("width", [1200, NARROW])
+def test_the_line_of_the_violation_is_seen_whole(opened: Any, width: int) -> None:
+    emulate(opened, width=width)
+    (mark,) = shown(opened, ".log mark")
+    longer = mark.text.replace("✗", "and so on " * 30 + "✗")
+    opened.execute_script("arguments[0].textContent = arguments[1]", mark, longer)
+    scroll = mark.find_element("xpath", "ancestor::div")
+    ends = [own.rect["x"] + own.rect["width"] for own in (mark, scroll)]
+    assert ends[0] <= ends[1]
+    assert mark.rect["height"] > 30  # more than one line of text
+    opened.execute_script("arguments[0].style.maxWidth = 'none'", mark)
+    assert mark.rect["width"] > scroll.rect["width"]  # the measure can fail
+
+
 def test_charts_and_heat_map_are_seen(opened: Any) -> None:
     assert len(shown(opened, "svg.chart")) == 3
     assert len(shown(opened, "svg.chart polyline.series")) >= 2  # one point is no line

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvproof.fuzz import shrink as shrinking
 from kvproof.fuzz.shrink import shrink
@@ -177,13 +178,16 @@ WORLDS: dict[str, tuple[Callable[[Configuration], bool], Configuration]] = {
 }
 
 
-@pytest.mark.parametrize(("needed", "left"), WORLDS.values(), ids=WORLDS)
-def test_tiers_that_are_not_needed_go(
-    shrunk: Callable[..., Case], needed: Callable[[Configuration], bool], left: Configuration
+@pytest.mark.parametrize("matters", [True, False])
+def test_bytes_of_a_token_are_as_by_default_unless_they_matter(
+    shrunk: Callable[..., Case], matters: bool
 ) -> None:
-    world = shrunk([Reset()], lambda world, run: needed(world) and bool(run)).configuration
-    names = ("host_blocks", "disk_blocks", "offload", "host_eviction", "device_eviction")
-    assert {n: getattr(world, n) for n in names} == {n: getattr(left, n) for n in names}
+    def fails(world: Configuration, run: Sequence[AnyOperation]) -> bool:
+        return Evict() in run and (not matters or world.kv_bytes_per_token == 4096)
+
+    left = shrunk([Evict()], fails, replace(TIERED, kv_bytes_per_token=4096)).configuration
+    default = Configuration().kv_bytes_per_token
+    assert left.kv_bytes_per_token == (4096 if matters else default)
 
 
 def test_a_world_that_cannot_be_is_no_candidate(shrunk: Callable[..., Case]) -> None:

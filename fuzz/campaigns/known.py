@@ -13,7 +13,7 @@ hangs or kills the process, a kernel) need no case, and stay until somebody remo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,13 +25,18 @@ from kvproof.fuzz.campaigns.store import Store, as_text, read_record, write_whol
 from kvproof.fuzz.replay import installed, replay
 from kvproof.fuzz.search import DETERMINISM, run_twice
 from kvproof.fuzz.swarm import Draw
-from kvproof.invariants.case import load_case
+from kvproof.invariants.case import Case, load_case
 from kvproof.invariants.errors import InputError
+from kvproof.invariants.operations import AnyOperation, kind_of
 from kvproof.stateful_tests.subjects import is_kvproofs_own, subject_factory
 from kvproof.stateful_tests.totals import Totals
 
 FORMAT = "kvproof-known-issues"
 VERSION = 1
+ISSUE = "ISSUE"
+"""Stands in a printed entry where the issue is to be put."""
+_ALIKE = {"run": "schedule"}
+"""Many iterations with nothing between break what one does."""
 
 
 def owner_of(subject: str) -> str:
@@ -40,6 +45,17 @@ def owner_of(subject: str) -> str:
         return subject
     family = subject.partition(":")[0]
     return "engine" if family == "eviction" else family
+
+
+def kinds_of(operations: Iterable[AnyOperation]) -> frozenset[str]:
+    """Their kinds, of kinds that do the same only one: a cause has one name."""
+    kinds = map(kind_of, operations)
+    return frozenset(_ALIKE.get(kind, kind) for kind in kinds)
+
+
+def needs_of(case: Case) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Operation kinds and features of a shrunk case."""
+    return tuple(sorted(kinds_of(case.operations))), tuple(sorted(case.features))
 
 
 class KnownIssue(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -96,15 +112,32 @@ def read_ledger(path: Path | None) -> Ledger:
             f"version {VERSION}"
         )
     for index, entry in enumerate(file.issues):
-        if not entry.issue.strip():
-            raise InputError(f"{path}: no issue at $.issues[{index}].issue: where is it tracked?")
-        if entry.property not in UNREPLAYED and not (path.parent / entry.case).is_file():
-            raise InputError(f"{path}: no file {entry.case} at $.issues[{index}].case")
+        wrong = _wrong_with(entry, path.parent)
+        if wrong:
+            raise InputError(f"{path}: at $.issues[{index}]: {wrong}")
     return Ledger(file.issues, path.parent)
 
 
+def _wrong_with(entry: KnownIssue, folder: Path) -> str:
+    """Why it would stand for nothing, or for what nobody has looked into; empty if it is right."""
+    if entry.issue.strip() in ("", ISSUE):
+        return "no issue: where is it tracked?"
+    if not entry.kinds and not entry.id:
+        return "no kinds: of which finding is it?"
+    if entry.property in UNREPLAYED:
+        return ""
+    if not (folder / entry.case).is_file():
+        return f"no file {entry.case}"
+    case = load_case(folder / entry.case)
+    own = tuple(sorted(entry.kinds)), tuple(sorted(entry.features))
+    if entry.kinds and own != needs_of(case):
+        needed = ", ".join(sum(needs_of(case), ())) or "nothing"
+        return f"its kinds and features are not those of {entry.case}: {needed}"
+    return ""
+
+
 def mended(ledger: Ledger, named: Sequence[str]) -> list[str]:
-    """What is to be done about entries whose case does not fail any more.
+    """Of each entry whose case does not fail any more, what is to be done about it.
 
     ``named``: subjects that the user named, and whose code may be imported.  Raises InputError
     if an entry is of another one.
@@ -144,7 +177,7 @@ def mark_known(store: Store, ledger: Ledger) -> None:
 def entry_of(finding: FindingRecord) -> str:
     """A line for the ledger, to be completed with the issue."""
     entry = KnownIssue(
-        "ISSUE",
+        ISSUE,
         finding.subject,
         finding.property,
         finding.kinds,

@@ -70,6 +70,8 @@ class Progress(Struct, forbid_unknown_fields=True):
     novel: int = 0
     """Runs that showed something new to their shard, and were kept in the corpus."""
     done_twice: int = 0
+    replayed: int = 0
+    """Kept runs that were run again, beside those that the totals count."""
     failures: dict[str, int] = field(default_factory=dict)
     """Failing runs by the id of the finding that they show, as far as one can tell."""
 
@@ -102,6 +104,13 @@ class FindingRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds that the shard had been running."""
     known: str | None = None
     """The issue, where the ledger of known issues has one."""
+
+
+class Stale(Struct, frozen=True, forbid_unknown_fields=True):
+    """``stale.json``: what the latest call found wrong with the ledger of known issues."""
+
+    entries: tuple[str, ...]
+    """Of each entry whose case does not fail any more, what is to be done about it."""
 
 
 class PassedOver(Struct, frozen=True, forbid_unknown_fields=True):

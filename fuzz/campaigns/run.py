@@ -19,7 +19,7 @@ from kvproof.fuzz.campaigns.known import Ledger, read_ledger
 from kvproof.fuzz.campaigns.records import DIED, HANG, Campaign, PassedOver, Progress, Target
 from kvproof.fuzz.campaigns.shard import ShardJob
 from kvproof.fuzz.campaigns.store import Journal, Store, read_lines_from
-from kvproof.fuzz.campaigns.targets import KERNELS, draw_for, seeds_of
+from kvproof.fuzz.campaigns.targets import KERNELS, draw_for, seeds_of, shard_of
 from kvproof.fuzz.campaigns.triage import Triage
 from kvproof.fuzz.search import abilities, found
 from kvproof.fuzz.swarm import Draw
@@ -47,6 +47,10 @@ class Standing(Struct):
     runs: int = 0
     failures: int = 0
     novel: int = 0
+    replayed: int = 0
+    """Kept runs that were run again …"""
+    to_replay: int = 0
+    """… of so many that its shards have kept before."""
 
 
 class Watched(Struct):
@@ -84,14 +88,14 @@ class CampaignRun:
         known: Path | None = None,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
-        self.standing = Standing()
-        """Of this call."""
         self._store = Store(folder)
+        self.standing = Standing(to_replay=_to_replay(self._store, campaign, shards))
+        """Of this call."""
         self._campaign = campaign
         self._executor = executor
         self._known = known
         self._ledger: Ledger = read_ledger(known)
-        self._seconds = seconds
+        self.seconds = seconds
         self._deadline = time.monotonic() + seconds
         self._stall_seconds = stall_seconds
         self._watched = {shard: Watched() for shard in shards}
@@ -118,7 +122,7 @@ class CampaignRun:
 
     def elapsed(self) -> float:
         """Seconds since the start."""
-        return self._seconds - max(0.0, self._deadline - time.monotonic())
+        return self.seconds - max(0.0, self._deadline - time.monotonic())
 
     def _look_after(self, told: Callable[[Standing], None]) -> None:
         while self._going:
@@ -174,6 +178,7 @@ class CampaignRun:
             self.standing.runs += line.totals.runs
             self.standing.failures += sum(line.failures.values())
             self.standing.novel += line.novel
+            self.standing.replayed += line.replayed
 
     # -- shards that die or hang ----------------------------------------------------------------
 
@@ -260,3 +265,12 @@ class CampaignRun:
         triage = Triage(self._store, self._ledger, shard)
         at = self._watched[shard].at
         triage.settle(target.name, failing, at, replays=False)
+
+
+def _to_replay(store: Store, campaign: Campaign, shards: Sequence[int]) -> int:
+    """Runs that these shards have kept."""
+    return sum(
+        shard_of(campaign, target, seed) in shards
+        for target in campaign.targets
+        for _, seed in store.kept_seeds(target.name)
+    )

@@ -11,7 +11,7 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +25,7 @@ from kvproof.fuzz.campaigns.records import (
     VERSION,
     Campaign,
     FindingRecord,
+    Stale,
 )
 from kvproof.invariants.case import Case, dump_case, load_case
 from kvproof.invariants.errors import InputError
@@ -50,6 +51,12 @@ def write_whole(path: Path, text: str) -> None:
 def as_text(record: Struct) -> str:
     """The record as JSON for people to look into."""
     return json.dumps(msgspec.to_builtins(record), indent=1) + "\n"
+
+
+class _Seeded(Struct, frozen=True):
+    """What of a case tells whose it is."""
+
+    seed: str = ""
 
 
 class Store:
@@ -117,6 +124,19 @@ class Store:
             raise InputError(f"{self.folder}: is another campaign: {_difference(there, campaign)}")
         self.make()
 
+    def stale(self) -> tuple[str, ...]:
+        """Entries of the ledger that have to go, as the latest call saw it."""
+        path = self.folder / "stale.json"
+        return read_record(path, Stale).entries if path.exists() else ()
+
+    def tell_stale(self, entries: Sequence[str]) -> None:
+        """Have every report of this folder judge by them as well."""
+        path = self.folder / "stale.json"
+        if entries:
+            write_whole(path, as_text(Stale(tuple(entries))))
+        else:
+            path.unlink(missing_ok=True)
+
     # -- findings and raw failures -----------------------------------------------------------------
 
     def found(self) -> list[FindingRecord]:
@@ -160,11 +180,22 @@ class Store:
             write_whole(path, text)
         return path
 
-    def kept(self, target: str, besides: Collection[Path] = ()) -> list[tuple[Path, Case]]:
+    def kept(self, target: str) -> list[tuple[Path, Case]]:
         """The corpus of a target, short cases first."""
-        paths = [p for p in self.corpus(target).glob("[!.]*.json") if p not in besides]
-        cases = [(path, load_case(path)) for path in sorted(paths)]
+        cases = [(path, load_case(path)) for path, _ in self.kept_seeds(target)]
         return sorted(cases, key=lambda kept: len(kept[1].operations))
+
+    def kept_seeds(self, target: str) -> list[tuple[Path, str]]:
+        """The corpus of a target, small files first: each with the seed of its run.
+
+        Raises InputError if one is not as it was written: its name is that of its text.
+        """
+        texts = [(p, p.read_bytes()) for p in sorted(self.corpus(target).glob("[!.]*.json"))]
+        for path, text in texts:
+            if digest(text) != path.stem:
+                raise InputError(f"{path}: is not as it was written: its name is not its digest")
+        ordered = sorted(texts, key=lambda kept: len(kept[1]))
+        return [(path, decoded(path, text, _Seeded).seed) for path, text in ordered]
 
 
 def require_subject(case: Case, path: Path, subject: str) -> None:
@@ -183,16 +214,23 @@ def folder_name(target: str) -> str:
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in target)
 
 
-def digest(text: str) -> str:
-    return sha256(text.encode()).hexdigest()[:16]
+def digest(text: str | bytes) -> str:
+    return sha256(text if isinstance(text, bytes) else text.encode()).hexdigest()[:16]
 
 
 def read_record(path: Path, kind: type[AnyRecord]) -> AnyRecord:
     """The record in a file.  Raises InputError in one line with file and place."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        text = path.read_bytes()
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from None
+    return decoded(path, text, kind)
+
+
+def decoded(path: Path, text: bytes, kind: type[AnyRecord]) -> AnyRecord:
+    """The record that the text of a file is.  Raises InputError with file and place."""
+    try:
+        return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: {error}") from None
 
@@ -212,13 +250,13 @@ def read_lines_from(path: Path, kind: type[AnyRecord], start: int) -> tuple[list
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from None
     whole = text[: text.rfind(b"\n") + 1]
-    decoder, records, place = msgspec.json.Decoder(kind), [], start
-    for line in whole.splitlines(keepends=True):
+    decoder, records = msgspec.json.Decoder(kind), []
+    for index, line in enumerate(whole.split(b"\n")[:-1]):
         try:
             records.append(decoder.decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InputError(f"{path}: at byte {place}: {error}") from None
-        place += len(line)
+            number = path.read_bytes()[:start].count(b"\n") + index + 1
+            raise InputError(f"{path}:{number}: {error}") from None
     return records, start + len(whole)
 
 
@@ -253,13 +291,14 @@ class Journal:
 
 
 def _difference(there: Campaign, asked: Campaign) -> str:
-    """The first thing in which they differ, in words."""
-    name = next(n for n in there.__struct_fields__ if getattr(there, n) != getattr(asked, n))
-    old, new = (_shown(getattr(campaign, name)) for campaign in (there, asked))
-    return f"its {name} is {old}, not {new}"
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, tuple):
-        return ", ".join(target.name for target in value)
-    return str(value)
+    """The first thing in which they differ, as whoever typed the command knows it."""
+    if there.seed != asked.seed:
+        return f"its seed is {there.seed}, not {asked.seed}"
+    if there.targets != asked.targets:
+        old, new = (", ".join(t.name for t in c.targets) for c in (there, asked))
+        return f"it drives {old}, not {new}"
+    if there.shards != asked.shards:
+        one = f"--workers {there.shards} (or --shard I/{there.shards})"
+        return f"it was begun with {one}, not {asked.shards}"
+    old, new = (f"with --fault {c.fault}" if c.fault else "without --fault" for c in (there, asked))
+    return f"it was begun {old}, not {new}"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from zlib import crc32
 
 from kvproof.fuzz.campaigns.corpus import Corpus
+from kvproof.fuzz.campaigns.known import kinds_of
 from kvproof.fuzz.campaigns.lots import Lot, Site
 from kvproof.fuzz.campaigns.records import FindingRecord, Progress, Target
 from kvproof.fuzz.campaigns.store import require_subject
-from kvproof.fuzz.campaigns.targets import draw_for, seeds_of
+from kvproof.fuzz.campaigns.targets import draw_for, seeds_of, shard_of
 from kvproof.fuzz.search import (
     DONE_TWICE_EVERY,
     Failure,
@@ -23,7 +24,6 @@ from kvproof.fuzz.search import (
 )
 from kvproof.fuzz.swarm import Draw
 from kvproof.invariants.case import Case
-from kvproof.invariants.operations import kind_of
 from kvproof.invariants.verdict import Violation
 from kvproof.stateful_tests.harness import CRASH
 from kvproof.stateful_tests.subjects import subject_factory
@@ -63,9 +63,21 @@ class SubjectLot(Lot):
                 path.unlink(missing_ok=True)
 
     def open(self) -> None:
-        """Replay the corpus: to know what is new, and since it may fail now."""
-        site, problems = self.site, self.progress.totals.problems
-        failing = self._corpus.replay(self._factory, site.say, site.passed_over, problems)
+        site, target = self.site, self.target
+        self._corpus.expect(
+            path
+            for path, seed in site.store.kept_seeds(target.name)
+            if shard_of(site.campaign, target, seed) == site.shard
+        )
+
+    def replay_kept(self, until: float, stop: Callable[[], bool]) -> None:
+        """To know what is new, and since it may fail now."""
+        site, corpus, pending = self.site, self._corpus, self._corpus.pending
+        failing = corpus.replay(
+            *(self._factory, until, stop, site.say, site.passed_over),
+            self.progress.totals.problems,
+        )
+        self.progress.replayed = pending - corpus.pending
         for case, failure in failing:
             draw = Draw(case.seed, case.configuration, case.features, case.operations)
             site.say(case.seed)
@@ -99,7 +111,7 @@ class SubjectLot(Lot):
         except (Exception, SystemExit) as error:  # a subject that cannot even be made
             progress.totals.problems.append(f"run {draw.seed}: {type(error).__name__}: {error}")
             return None
-        if failure is None and is_watched:
+        if failure is None and is_watched and not corpus.pending:
             progress.novel += corpus.offer(self._case(draw))
         return failure
 
@@ -130,7 +142,7 @@ class SubjectLot(Lot):
             self._suspicions.add((frozenset(finding.kinds), frozenset(finding.features)))
 
     def _is_suspect(self, draw: Draw) -> bool:
-        kinds = {kind_of(operation) for operation in draw.operations}
+        kinds = kinds_of(draw.operations)
         features = frozenset(draw.features)
         suspected = any(k <= kinds and f <= features for k, f in self._suspicions)
         return suspected and crc32(f"{draw.seed} again".encode()) >= SUSPECTS_MADE * (1 << 32)

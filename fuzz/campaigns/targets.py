@@ -86,3 +86,10 @@ def draw_for(target: Target, seed: str, able: frozenset[str]) -> Draw:
 def seeds_of(campaign: Campaign, target: Target) -> str:
     """What the seeds of a target's runs begin with; a slash and the run's number follow."""
     return f"{campaign.seed}/{target.name}"
+
+
+def shard_of(campaign: Campaign, target: Target, seed: str) -> int:
+    """The shard that makes the run of that seed; the first, if it is no run of the target's."""
+    seeds, _, number = seed.rpartition("/")
+    is_of_target = seeds == seeds_of(campaign, target) and number.isdecimal()
+    return int(number) % campaign.shards if is_of_target else 0

@@ -20,7 +20,7 @@ from uuid import uuid4
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvproof.fuzz.campaigns.known import Ledger, owner_of
+from kvproof.fuzz.campaigns.known import Ledger, needs_of, owner_of
 from kvproof.fuzz.campaigns.records import UNREPLAYED, FindingRecord
 from kvproof.fuzz.campaigns.store import Store, as_text, digest, write_whole
 from kvproof.fuzz.replay import replay
@@ -107,12 +107,6 @@ def _place_of(case: Case, violation: Violation) -> tuple[str, ...]:
     return (case.seed,) if violation.property in UNREPLAYED else ()
 
 
-def needs_of(case: Case) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Operation kinds and features of a shrunk case."""
-    kinds = {kind_of(operation) for operation in case.operations}
-    return tuple(sorted(kinds)), tuple(sorted(case.features))
-
-
 class Told(Struct, frozen=True):
     """A case, what it violates, and how that came about."""
 
@@ -156,7 +150,7 @@ def write_finding(
     Without a ``case``, ``source`` is the pytest file.
     """
     folder = store.findings / finding.id
-    if folder.exists():
+    if (folder / "finding.json").exists():
         return
     partial = store.findings / f".{finding.id}.{uuid4().hex[:8]}"
     partial.mkdir()
@@ -165,8 +159,12 @@ def write_finding(
         if case is not None:
             case = replace(case, violates=finding.property)
             files["case.json"] = dump_case(case)
-            files[f"test_{finding.id}.py"] = pytest_source(case, finding.explanation)
-            files["log.txt"] = log_text(case, finding.explanation, moments)
+            files[f"test_{finding.id}.py"] = pytest_source(
+                case, finding.explanation, name=finding.id
+            )
+            files["log.txt"] = log_text(
+                case, finding.explanation, moments, violated=finding.property
+            )
         else:
             files["log.txt"] = finding.explanation + "\n"
             if source:

@@ -34,9 +34,15 @@ def main() -> int:
         run_job(job, stop=lambda: bool(told) or os.getppid() != parent)
     except (InputError, OSError) as error:
         with suppress(OSError):  # where the disk is full, the log is
-            os.write(sys.stderr.fileno(), f"{error}\n".encode())
+            os.write(sys.stderr.fileno(), f"{_words(error)}\n".encode())
         return BAD_INPUT
     return 0
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _end_without(parent: int) -> None:

@@ -43,7 +43,10 @@ def main() -> None:
             # The reader of our output went away, as `head` does: there is nobody to tell.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(EXIT_CLOSED_PIPE)
-        print(f"kvproof: {error}", file=sys.stderr)
+        told = str(error)
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            told = f"{error.filename}: {error.strerror}"
+        print(f"kvproof: {told}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
     except Exception as error:
         # A mistake of kvproof's own must not look like a violation (1).

@@ -39,6 +39,7 @@ from kvproof.fuzz.detection.summary import (
     speedup,
 )
 from kvproof.fuzz.faults import Fault, all_faults, fault_by_id
+from kvproof.fuzz.report.unchecked import UNCHECKED
 from kvproof.invariants.checks import CHECKS
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.scheduling.checks import SCHEDULING_CHECKS
@@ -121,9 +122,10 @@ _REPORT = re.compile(r"[\w.-]+/[\w.-]+#\d+")
 
 def _listed(faults: Sequence[Fault]) -> Iterator[str]:
     """One line each, under the title of what they break."""
-    titles = {check.id(): check.describe().title for check in (*CHECKS, *SCHEDULING_CHECKS)}
+    checked = [check.describe() for check in (*CHECKS, *SCHEDULING_CHECKS)]
+    titles = {own.id: own.title for own in (*checked, *UNCHECKED)}
     for name in dict.fromkeys(fault.property for fault in faults):
-        title = f"{name}: {titles.get(name, 'no operation raises')}"
+        title = f"{name}: {titles[name]}"
         yield from wrap(title, _COLUMNS, subsequent_indent="    ")
         for fault in faults:
             if fault.property == name:
@@ -141,7 +143,7 @@ def _told(faults: Sequence[Fault]) -> Iterator[str]:
         yield f"    breaks {fault.property}{also}, on {fault.subject}"
         yield f"    shortest known run: {counted(fault.shortest, 'operation')}"
         yield f"    modelled on {fault.source}"
-    yield "See it found: kvproof check --fault FAULT"
+        yield f"    see it found: kvproof check --fault {fault.id}"
 
 
 @app.command("detect")
@@ -253,7 +255,7 @@ def _report(
     if page is not None:
         write_page(page, journal.conditions, rows, faults, detections, goals, picture)
     good = not any(complaint(d) for d in detections) and journal.clean.violations == 0
-    asked = asked_and_reached(goals, journal.conditions.seeds)
+    asked = asked_and_reached(goals, journal.conditions)
     if as_json:
         print_json(_fields(journal, detections, rows, asked, good))
     else:
@@ -341,9 +343,8 @@ def _show(
         else "; ".join(text for text in map(complaint, detections) if text)
         or "an unmodified subject violates a property",
     )
-    console.print(
-        "; ".join(f"{what}: asked for {asked_for}, reached {got}" for what, asked_for, got in asked)
-    )
+    for what, asked_for, got in asked:
+        console.print(f"  {what}: {got}; asked for: {asked_for}")
 
 
 def _show_comparison(rows: Rows, driver: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,14 +16,15 @@ from typing import Annotated, Any, NoReturn
 
 import msgspec
 import typer
+from msgspec import Struct
 
 from kvproof.fuzz.campaigns import regress
 from kvproof.fuzz.campaigns.executors import LocalExecutor
 from kvproof.fuzz.campaigns.known import entry_of, mark_known, mended, read_ledger
 from kvproof.fuzz.campaigns.mended import put_mended_aside
-from kvproof.fuzz.campaigns.records import Campaign, CodeCoverage
+from kvproof.fuzz.campaigns.records import Campaign, CodeCoverage, Progress
 from kvproof.fuzz.campaigns.run import CampaignRun, Standing
-from kvproof.fuzz.campaigns.store import Store
+from kvproof.fuzz.campaigns.store import Store, read_lines
 from kvproof.fuzz.campaigns.targets import FAMILIES, KERNELS, chosen_targets, has_kernels
 from kvproof.fuzz.cli.output import (
     JsonOption,
@@ -39,15 +40,18 @@ from kvproof.fuzz.cli.output import (
     table,
     writable_folder,
 )
+from kvproof.fuzz.report.chart import duration
 from kvproof.fuzz.report.fields import fields
 from kvproof.fuzz.report.summary import MergedFinding, Summary, may_import, summarise
 from kvproof.invariants.errors import InputError
-from kvproof.invariants.verdict import Verdict, counted, merge
+from kvproof.invariants.verdict import counted
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
 _SHARD = re.compile(r"(\d+)/(\d+)")
 _SHOWN_LINES = 12
+LINE_SECONDS = 60.0
+"""Where there is no terminal for a progress bar, a line is printed so often."""
 
 
 def fuzz(
@@ -142,30 +146,42 @@ def fuzz(
     cluster = _cluster(ray, any(own.subject == KERNELS for own in targets)) if ray else None
     cores = cluster.workers if cluster else os.cpu_count() or 1
     shards, of = _shards(shard, workers, there, cores)
+    if shard is not None and seed is None and there is None:
+        raise InputError("--shard: say --seed as well, the same for all shards")
     campaign = Campaign(
         there.seed if there and seed is None else fresh_seed(seed), targets, of, fault
     )
     ledger = read_ledger(known)
-    notes = mended(ledger, [own.subject for own in campaign.targets])
+    stale = mended(ledger, [own.subject for own in campaign.targets])
     store = Store(out)
     store.begin(campaign)
+    store.tell_stale(stale)
     put_mended_aside(store, campaign.targets)
     mark_known(store, ledger)
+    executor = cluster.executor(of) if cluster else LocalExecutor()
+    run = CampaignRun(out, campaign, executor, shards=shards, seconds=seconds, known=known)
+    before = _Before.of(store, shards)
     if not as_json:
         is_all = not (target or subject or policy)
         _say_what(campaign, shards, out, lacks_kernels=is_all and not has_kernels())
-    executor = cluster.executor(of) if cluster else LocalExecutor()
-    run = CampaignRun(out, campaign, executor, shards=shards, seconds=seconds, known=known)
+        _say_where_it_goes_on(before, run.standing.to_replay)
     joined = cluster.joined() if cluster else nullcontext()
-    with progress_bar("fuzzing", seconds) as bar, joined, _interruptible():
-        run.run(lambda standing: bar.update(run.elapsed(), _words(standing)))
+    lines = _Lines()
+    interrupted: list[str] = []
+    with progress_bar("fuzzing", seconds) as bar, joined, _interruptible(run, interrupted):
+
+        def tell(standing: Standing) -> None:
+            bar.update(run.elapsed(), _words(standing))
+            if not as_json:
+                lines.update(run.elapsed(), _words(standing))
+
+        run.run(tell)
     summary = summarise([out])
-    verdict = merge(summary.verdict, "fail" if notes else "pass")
     if as_json:
-        print_json(_fields(summary, verdict, notes))
+        print_json(_fields(summary, interrupted))
     else:
-        _show(summary, verdict, notes, out)
-    finish(verdict)
+        _show(summary, interrupted, out, before.findings)
+    finish(summary.verdict)
 
 
 def seconds_of(text: str) -> float:
@@ -199,8 +215,38 @@ def _shards(
     return [int(match[1])], int(match[2])
 
 
+class _Before(Struct, frozen=True):
+    """How far a campaign was when this call began."""
+
+    seconds: float
+    ops: int
+    findings: frozenset[str]
+
+    @classmethod
+    def of(cls, store: Store, shards: Sequence[int]) -> _Before:
+        journals = [path for path in map(store.journal, shards) if path.exists()]
+        lines = [line for path in journals for line in read_lines(path, Progress)]
+        return cls(
+            max([line.at for line in lines], default=0.0),
+            sum([line.totals.ops for line in lines]),
+            frozenset(finding.id for finding in store.found()),
+        )
+
+
+class _Lines:
+    """What a log has instead of a progress bar: a line now and then."""
+
+    def __init__(self) -> None:
+        self._next = LINE_SECONDS
+
+    def update(self, elapsed: float, words: str) -> None:
+        if not stderr.is_terminal and elapsed >= self._next:
+            self._next = elapsed + LINE_SECONDS
+            stderr.print(f"{duration(round(elapsed))}: {words}", soft_wrap=True)
+
+
 @contextmanager
-def _interruptible() -> Iterator[None]:
+def _interruptible(run: CampaignRun, interrupted: list[str]) -> Iterator[None]:
     """Ctrl-C, or a runner's SIGTERM, ends the campaign in order: what there is is told."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
@@ -210,14 +256,19 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
+        interrupted.append(f"interrupted after {run.elapsed():.0f} of {run.seconds:g} s")
         stderr.print("stopped: the same command goes on")
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def _words(standing: Standing) -> str:
-    failing = f", {standing.failures:,} failing" if standing.failures else ""
-    return f"{standing.ops:,} operations, {standing.novel} kept{failing}"
+    words = f"{standing.ops:,} operations, {standing.novel:,} kept"
+    if standing.failures:
+        words += f", {standing.failures:,} failing"
+    if standing.replayed < standing.to_replay:
+        words += f", replaying {standing.replayed:,} of {standing.to_replay:,} kept runs"
+    return words
 
 
 def named_subjects(subjects: Sequence[str], policies: Sequence[str]) -> frozenset[str]:
@@ -290,12 +341,18 @@ def _say_what(campaign: Campaign, shards: Sequence[int], out: Path, *, lacks_ker
         console.print("  without the kernels: torch and triton are not installed")
 
 
-def _fields(summary: Summary, verdict: Verdict, notes: Sequence[str]) -> dict[str, Any]:
+def _say_where_it_goes_on(before: _Before, to_replay: int) -> None:
+    if before.ops:
+        told = f"going on after {duration(before.seconds)}, {before.ops:,} operations"
+        kept = f"; {counted(to_replay, 'kept run')} of before to replay, beside new ones"
+        console.print(f"  {told}{kept if to_replay else ''}", markup=False)
+
+
+def _fields(summary: Summary, notes: Sequence[str]) -> dict[str, Any]:
     told, campaign = fields(summary), summary.campaigns[0]
     seconds = max([point.at for point in summary.series], default=0.0)
     return {
         **told,
-        "verdict": verdict,
         "notes": [*told["notes"], *notes],
         "subject": ", ".join(subject.subject for subject in summary.subjects),
         "seed": campaign.seed,
@@ -304,7 +361,7 @@ def _fields(summary: Summary, verdict: Verdict, notes: Sequence[str]) -> dict[st
     }
 
 
-def _show(summary: Summary, verdict: Verdict, notes: Sequence[str], out: Path) -> None:
+def _show(summary: Summary, notes: Sequence[str], out: Path, found_before: Collection[str]) -> None:
     situations = {
         own.subject: f"{len(own.goals) - len(own.missed)} of {len(own.goals)}"
         for own in summary.subjects
@@ -324,11 +381,11 @@ def _show(summary: Summary, verdict: Verdict, notes: Sequence[str], out: Path) -
     columns = ("target", "runs", "operations", "a CPU second", "situations", "transitions", "kept")
     table("What was driven", columns, rows)
     for finding in summary.findings:
-        _show_finding(finding)
+        _show_finding(finding, is_earlier=finding.record.id in found_before)
     for note in [*summary.notes, *notes]:
         console.print(f"  note: {note}", markup=False)
-    show_verdict(verdict, summary.sentence)
-    if verdict == "unknown":
+    show_verdict(summary.verdict, summary.sentence)
+    if summary.verdict == "unknown":
         for reason in summary.reasons[:_SHOWN_LINES]:
             console.print(f"  because {reason}", markup=False)
         if len(summary.reasons) > _SHOWN_LINES:
@@ -336,14 +393,15 @@ def _show(summary: Summary, verdict: Verdict, notes: Sequence[str], out: Path) -
     console.print(f"  a page to read: kvproof report {quote(str(out))}", markup=False)
 
 
-def _show_finding(finding: MergedFinding) -> None:
+def _show_finding(finding: MergedFinding, *, is_earlier: bool) -> None:
     record, case = finding.record, finding.folder / "case.json"
     known = f"[yellow]known, {record.known}[/]" if record.known else "[red]new[/]"
     console.print(f"\n[bold]{record.id}[/] {known}", markup=True)
     console.print(record.explanation, markup=False)
     console.print(
         f"{record.target}: {record.found_operations} operations, shrunk to {record.operations}; "
-        f"{counted(finding.failures, 'failing run')}",
+        f"{counted(finding.failures, 'failing run')}; found after {duration(finding.first_seen)}"
+        f"{', by an earlier call' if is_earlier else ''}",
         markup=False,
     )
     if case.is_file():

@@ -8,6 +8,7 @@ import msgspec
 import typer
 
 from kvproof.fuzz.cli.output import WIDE, JsonOption, console, print_json, table
+from kvproof.fuzz.report.unchecked import UNCHECKED
 from kvproof.invariants.checks import CHECKS
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.property import Property
@@ -24,18 +25,23 @@ def invariants(
 
     Example: [bold]kvproof invariants PROV[/]
     """
-    properties = [check.describe() for check in (*CHECKS, *SCHEDULING_CHECKS)]
+    checked = [check.describe() for check in (*CHECKS, *SCHEDULING_CHECKS)]
+    properties = [*checked, *UNCHECKED]
     if property_id is not None:
+        known = ", ".join(p.id for p in properties)
         properties = [p for p in properties if p.id == property_id.upper()]
         if not properties:
-            known = ", ".join(check.id() for check in (*CHECKS, *SCHEDULING_CHECKS))
             raise InputError(f"unknown property {property_id!r}; there are {known}")
     if as_json:
         print_json({"invariants": msgspec.to_builtins(properties)})
     elif property_id is not None:
         _explain(properties[0])
     else:
-        _list(properties)
+        _list(checked)
+        console.print("Seen without a check, in a run as such:")
+        for p in UNCHECKED:
+            console.print(f"  [bold]{p.id}[/]  {p.title}")
+        console.print("Explain one: kvproof invariants ID")
 
 
 def _list(properties: list[Property]) -> None:
@@ -44,7 +50,6 @@ def _list(properties: list[Property]) -> None:
             console.print(f"[bold]{p.id}[/]  {p.title}")
             for claim in p.claims:
                 console.print(f"    • {claim.statement}  ({claim.source})", markup=False)
-        console.print("Explain one: kvproof invariants ID")
         return
     rows = [
         (p.id, p.title, claim.statement, claim.source) for p in properties for claim in p.claims
@@ -58,16 +63,16 @@ def _list(properties: list[Property]) -> None:
         ("id", "title", "statement", "source"),
         [(name, title if name else "", *rest) for name, title, *rest in shown],
     )
-    console.print("Explain one: kvproof invariants ID")
 
 
 def _explain(p: Property) -> None:
-    console.print(f"[bold]{p.id}[/]: {p.title}\n")
+    console.print(f"[bold]{p.id}[/]: {p.title}" + "\n" * bool(p.claims))
     for claim in p.claims:
         console.print(f"  • {claim.statement}\n    [dim]source: {claim.source}[/]")
     console.print(f"\n[bold]Verifies[/]: {p.verifies}")
     console.print(f"\n[bold]Does not verify[/]: {p.does_not_verify}")
-    console.print(
-        f"\n[bold]Positive control[/]: the seeded fault [bold]{p.positive_control}[/] "
-        "(kvproof faults list)"
-    )
+    if p.positive_control:
+        console.print(
+            f"\n[bold]Positive control[/]: the seeded fault [bold]{p.positive_control}[/] "
+            "(kvproof faults list)"
+        )

@@ -71,10 +71,17 @@ def writable_folder(folder: Path) -> None:
 
 def writable_file(file: Path) -> None:
     """Raise InputError now if the file could not be written later."""
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise InputError(f"{file}: its folder does not exist")
+    if not os.access(folder, os.X_OK):
+        raise InputError(f"{file}: its folder may not be entered")
     if file.exists() and not file.is_file():
         raise InputError(f"{file}: is there and is no regular file")
-    if not file.absolute().parent.is_dir():
-        raise InputError(f"{file}: its folder does not exist")
+    if not file.exists() and not os.access(folder, os.W_OK):
+        raise InputError(f"{file}: its folder cannot be written to")
+    if file.exists() and not os.access(file, os.W_OK):
+        raise InputError(f"{file}: cannot be written to")
 
 
 def finish(verdict: Verdict) -> NoReturn:

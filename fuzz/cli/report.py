@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
 
+from kvproof.fuzz.campaigns.targets import KERNELS
 from kvproof.fuzz.cli.output import (
     JsonOption,
     console,
@@ -17,7 +20,7 @@ from kvproof.fuzz.cli.output import (
     writable_file,
 )
 from kvproof.fuzz.report.fields import fields
-from kvproof.fuzz.report.summary import Summary, summarise
+from kvproof.fuzz.report.summary import Summary, may_import, summarise
 from kvproof.invariants.errors import InputError
 
 _SHOWN_REASONS = 8
@@ -44,15 +47,17 @@ def report(
 ) -> None:
     """Add up what campaigns did, and write one page that tells it.
 
-    The page needs nothing but itself: send it, keep it, read it offline.  For each finding it has
-    the message, the life of the block or request, a picture of who held which block over time, the
-    shrunk operations, and how to replay them; then what was reached and what was missed.
+    The page needs nothing but itself: send it, keep it, read it offline.
+    For each finding it has the message, the life of the block or request, a
+    picture of who held which block over time, the shrunk operations, and how to
+    replay them; then what was reached and what was missed.
 
-    Shards that ran on machines that cannot see each other are added up by naming all of their
-    folders.  The exit code is that of the verdict: 0 pass, 1 a finding that no issue is known for,
-    3 unknown, since something was never reached.
+    Shards that ran on machines that cannot see each other are added up by
+    naming all of their folders.  The exit code is that of the verdict: 0 pass,
+    1 a finding that no issue is known for, 3 unknown, since something was never
+    reached.
 
-    Needs an extra: pip install 'kvproof\\[report]'.
+    Needs an extra: pip install 'kvproof\\[report]' (in a checkout: '.\\[report]').
 
     Examples: [bold]kvproof report campaign[/]
     [bold]kvproof report shard-0 shard-1 --out report.html --junit junit.xml[/]
@@ -69,14 +74,17 @@ def report(
         written = {"page": str(out), "junit": None if junit is None else str(junit)}
         print_json({**fields(summary), **written})
     else:
-        _show(summary, out, junit)
+        _show(summary, out, junit, trusted)
     finish(summary.verdict)
 
 
 def _require_extra() -> None:
     missing = [name for name in ("jinja2", "junitparser") if find_spec(name) is None]
     if missing:
-        raise InputError(f"a report needs {' and '.join(missing)}: pip install 'kvproof[report]'")
+        raise InputError(
+            f"a report needs {' and '.join(missing)}: pip install 'kvproof[report]' (in a "
+            "checkout: '.[report]')"
+        )
 
 
 def _trusted(named: list[str]) -> frozenset[str]:
@@ -94,12 +102,23 @@ def _write(summary: Summary, out: Path, junit: Path | None, trusted: frozenset[s
         write_junit(summary, junit)
 
 
-def _show(summary: Summary, out: Path, junit: Path | None) -> None:
+def _without_maps(summary: Summary, trusted: frozenset[str]) -> Iterator[str]:
+    """Whose findings are not replayed."""
+    subjects = [finding.record.subject for finding in summary.findings]
+    for name in dict.fromkeys(subjects):
+        if name != KERNELS and not may_import(name, trusted):
+            yield (
+                f"the block maps of {name} are left out: a replay imports code of yours, allow it "
+                f"with --subject {quote(name)}"
+            )
+
+
+def _show(summary: Summary, out: Path, junit: Path | None, trusted: frozenset[str]) -> None:
     for finding in summary.findings:
         record = finding.record
         known = f" (known: {record.known})" if record.known else ""
         console.print(f"{record.id}{known}: {record.message}", markup=False)
-    for note in summary.notes:
+    for note in [*summary.notes, *_without_maps(summary, trusted)]:
         console.print(f"  note: {note}", markup=False)
     show_verdict(summary.verdict, summary.sentence)
     if summary.verdict == "unknown":

@@ -42,7 +42,7 @@ def write_page(
         "",
         *_table(
             ("what", "asked for", "reached"),
-            asked_and_reached(goals, conditions.seeds),
+            asked_and_reached(goals, conditions),
         ),
         "",
         *_missing(detections),

@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 from msgspec import Struct, field
 
-from kvproof.fuzz.detection.records import LOOP, CleanRun, Row, Trial
+from kvproof.fuzz.detection.records import LOOP, CleanRun, Conditions, Row, Trial
 from kvproof.fuzz.faults import Fault
 
 SHRUNK_AT_MOST = 1.5
@@ -238,17 +238,17 @@ def _overlong(detection: Detection) -> float:
     return detection.shrunk_ops_max / detection.shortest_known_ops
 
 
-def asked_and_reached(goals: Reached, seeds: int) -> list[tuple[str, str, str]]:
+def asked_and_reached(goals: Reached, under: Conditions) -> list[tuple[str, str, str]]:
     """(what, asked for, reached), a line each."""
     lines = [
         (
-            f"faults found in {seeds} of {seeds} searches",
-            f"{goals.faults} of {goals.faults}",
+            f"faults found in every search ({under.seeds} a fault)",
+            f"all {goals.faults}",
             f"{goals.every_search} of {goals.faults}",
         ),
         (
             "CPU seconds to the slowest, median",
-            f"at most {SECONDS_AT_MOST:g}",
+            f"at most {min(SECONDS_AT_MOST, under.seconds):g}",
             f"{goals.slowest_seconds:.3g} ({goals.slowest})",
         ),
         (

@@ -2,7 +2,7 @@
 
 A suite for each target, with a test for each property that was put to the test there: findings
 are failures, known issues are skipped.  One more suite has a test for each subject, an error
-where silence would prove nothing (verdict unknown).
+where silence would prove nothing (verdict unknown); and what else keeps a campaign from passing.
 """
 
 from __future__ import annotations
@@ -89,6 +89,14 @@ def _reached(summary: Summary) -> TestSuite:
     if summary.untriaged:
         case = TestCase("failing runs are looked into", classname=suite.name)
         case.result = [_error(f"{counted(summary.untriaged, 'failing run')} in raw/")]
+        suite.add_testcase(case)
+    if summary.lost:
+        case = TestCase("findings are there", classname=suite.name)
+        case.result = [_error(f"{counted(summary.lost, 'failing run')} of findings that are gone")]
+        suite.add_testcase(case)
+    if summary.stale:
+        case = TestCase("known issues are not mended", classname=suite.name)
+        case.result = [Failure(f"{counted(summary.stale, 'known issue')} mended", "known")]
         suite.add_testcase(case)
     return suite
 

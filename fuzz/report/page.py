@@ -7,28 +7,34 @@ extra, fills the template and escapes all that comes from other people's code.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from shlex import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvproof.fuzz.campaigns.records import DIED, HANG, KERNEL, CodeCoverage, FileCoverage
+from kvproof.fuzz.campaigns.records import DIED, HANG, Campaign, CodeCoverage, FileCoverage
+from kvproof.fuzz.campaigns.targets import KERNELS
 from kvproof.fuzz.cli.output import replay_command
 from kvproof.fuzz.replay import Replay, replay
 from kvproof.fuzz.report.block_map import OWNER_COLOURS, BlockMap, block_map
 from kvproof.fuzz.report.chart import Points, duration, line_chart
 from kvproof.fuzz.report.coverage import coverage
 from kvproof.fuzz.report.summary import MergedFinding, Summary, may_import
+from kvproof.fuzz.report.unchecked import UNCHECKED
 from kvproof.invariants.case import Case, load_case, source_of
 from kvproof.invariants.checks import CHECKS
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.goals import Goal
 from kvproof.invariants.scheduling.checks import SCHEDULING_CHECKS
 from kvproof.invariants.verdict import Violation, primary
+from kvproof.stateful_tests.export import violation_mark
+from kvproof.stateful_tests.subjects import is_kvproofs_own
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
@@ -52,6 +58,7 @@ def page(summary: Summary, trusted: Collection[str] = ()) -> str:
         summary=summary,
         findings=[_shown(finding, trusted) for finding in summary.findings],
         owner_colours=OWNER_COLOURS,
+        coverage_command=_coverage_command(summary.folders[0], summary.campaigns[0]),
         situations=_situations(summary),
         titles=_titles(),
         coverage=coverage(summary.targets),
@@ -63,14 +70,8 @@ def page(summary: Summary, trusted: Collection[str] = ()) -> str:
 
 def _titles() -> dict[str, str]:
     """What each property says, in a line."""
-    checks = (*CHECKS, *SCHEDULING_CHECKS)
-    return {check.id(): check.describe().title for check in checks} | {
-        "CRASH": "an operation answers, it does not raise",
-        "DETERMINISM": "the same operations have the same results",
-        HANG: "an operation ends",
-        DIED: "an operation leaves the process alive",
-        KERNEL: "a kernel passes each of its checks",
-    }
+    checked = [check.describe() for check in (*CHECKS, *SCHEDULING_CHECKS)]
+    return {own.id: own.title for own in (*checked, *UNCHECKED)}
 
 
 def _charts(summary: Summary) -> list[tuple[str, str]]:
@@ -79,11 +80,24 @@ def _charts(summary: Summary) -> list[tuple[str, str]]:
     if not series:
         return []
     drawn: dict[str, Points] = {
-        "Distinct transitions seen": [(0, 0), *[(p.at, p.transitions) for p in series]],
+        "Distinct transitions seen, counted target by target": [
+            (0, 0),
+            *[(p.at, p.transitions) for p in series],
+        ],
         "Runs kept, since they showed something new": [(0, 0), *[(p.at, p.kept) for p in series]],
         "Operations per second, all shards": [(p.at, p.ops_per_second) for p in series],
     }
     return [(title, line_chart(points, title)) for title, points in drawn.items()]
+
+
+def _coverage_command(folder: Path, campaign: Campaign) -> str:
+    """How to measure coverage; code of the user's own has to be allowed to be imported."""
+    own = [
+        f" --subject {quote(target.subject)}"
+        for target in campaign.targets
+        if target.subject != KERNELS and not is_kvproofs_own(target.subject)
+    ]
+    return f"kvproof fuzz --replay-corpus --coverage --out {quote(str(folder))}" + "".join(own)
 
 
 class MeasuredCode(Struct, frozen=True):
@@ -138,7 +152,9 @@ def _shown(found: MergedFinding, trusted: Collection[str]) -> ShownFinding:
     case = load_case(case_file) if case_file.exists() else None
     result, remark = _replayed(case, found, trusted)
     log = _text(found.folder / "log.txt") if case is not None else ""
-    world, legend, steps = _log_parts(log)
+    world, legend, lines = _log_parts(log)
+    mark = violation_mark(record.property)
+    steps = [line.removesuffix(mark) for line in lines]
     violation = _violation(result, record.property)
     last = violation.op if violation is not None else len(steps) - 1
     drawn = None
@@ -152,7 +168,7 @@ def _shown(found: MergedFinding, trusted: Collection[str]) -> ShownFinding:
         remark,
         world,
         legend,
-        [(step, index == last) for index, step in enumerate(steps)],
+        [(step + mark * (index == last), index == last) for index, step in enumerate(steps)],
         replay_command(case_file, record.subject) if case is not None else "",
         test if test.exists() else None,
         _text(test) if test.exists() else "",
@@ -204,10 +220,22 @@ def _story(explanation: str, message: str) -> list[StoryLine]:
 
 def _story_line(line: str) -> StoryLine:
     about, colon, rest = line.partition(": ")
-    clauses = rest.removesuffix(".").split("; ")
+    clauses = _clauses(rest.removesuffix("."))
     if not colon or len(clauses) == 1:
         return StoryLine(line, ())
     return StoryLine(about, clauses)
+
+
+def _clauses(text: str) -> list[str]:
+    """What semicolons part; one in brackets parts nothing."""
+    clauses, depth = [""], 0
+    for part in re.split(r"(; |[()])", text):
+        depth = max(0, depth + (part == "(") - (part == ")"))
+        if part == "; " and not depth:
+            clauses.append("")
+        else:
+            clauses[-1] += part
+    return clauses
 
 
 def _log_parts(log: str) -> tuple[str, str, list[str]]:

@@ -48,7 +48,10 @@ class _Folder(Struct, frozen=True):
     """By shard."""
     passed_over: list[PassedOver]
     findings: list[FindingRecord]
+    mended: list[str]
+    """Ids of findings of before that did not fail any more."""
     untriaged: int
+    stale: tuple[str, ...]
     conditions: list[Conditions]
     code: CodeCoverage | None
 
@@ -141,10 +144,21 @@ class Summary(Struct, frozen=True):
     """Why the verdict is unknown, or would be if nothing had been found."""
     notes: tuple[str, ...]
     """What a reader of the figures should know."""
+    stale: int = 0
+    """Known issues that are mended, though the ledger still lists them."""
+    lost: int = 0
+    """Failing runs of findings that are not there any more: nobody knows of what."""
 
     @property
     def sentence(self) -> str:
-        """The verdict in one sentence."""
+        """The verdict in one sentence, behind what is wrong with the ledger."""
+        if not self.stale:
+            return self._sentence()
+        one = "1 known issue is mended: remove its entry"
+        more = f"{self.stale} known issues are mended: remove their entries"
+        return f"{one if self.stale == 1 else more}. {self._sentence()}"
+
+    def _sentence(self) -> str:
         new, known = len(self.new_findings), len(self.findings) - len(self.new_findings)
         done = f"{self.total.ops:,} operations in {self.total.runs:,} runs"
         if known:
@@ -152,9 +166,14 @@ class Summary(Struct, frozen=True):
         if new:
             names = ", ".join(sorted({f.record.property for f in self.new_findings}))
             return f"{counted(new, 'finding')} ({names}) in {done}."
-        if self.verdict == "fail":
+        if self.untriaged:
             return f"There are failing runs that nobody has looked into yet, among {done}."
+        if self.lost:
+            runs = f"{counted(self.lost, 'failing run')} of findings that are not there any more"
+            return f"There were {runs}, among {done}."
         nothing = "Nothing new was violated" if known else "Nothing was violated"
+        if self.stale:
+            return f"{nothing} in {done}."
         if self.verdict == "unknown":
             reason, others = self.reasons[0].partition(" (")[0], len(self.reasons) - 1
             more = f", and {others} more like it" if others else ""
@@ -177,7 +196,9 @@ def summarise(folders: Sequence[Path], trusted: Collection[str] | None = None) -
     targets = _targets(read)
     findings = _merged(read)
     untriaged = sum([folder.untriaged for folder in read])
-    failed = untriaged > 0 or any(finding.record.known is None for finding in findings)
+    stale = sum([len(folder.stale) for folder in read])
+    failed = untriaged + stale > 0 or any(f.record.known is None for f in findings)
+    lost = {(folder.path, id): runs for folder in read for id, runs in _lost(folder).items()}
     subjects = tuple(_subjects(targets, findings, trusted))
     verdicts: list[Verdict] = [subject.verdict for subject in subjects]
     total = Totals()
@@ -195,9 +216,14 @@ def summarise(folders: Sequence[Path], trusted: Collection[str] | None = None) -
         series=tuple(_series([lines for folder in read for lines in folder.journals.values()])),
         conditions=tuple(dict.fromkeys(c for folder in read for c in folder.conditions)),
         code={folder.path: folder.code for folder in read if folder.code is not None},
-        verdict=merge(*verdicts, "fail" if failed else "pass"),
-        reasons=tuple(f"{s.subject}: {reason}" for s in subjects for reason in s.reasons),
+        verdict=merge(*verdicts, "unknown" if lost else "pass", "fail" if failed else "pass"),
+        reasons=(
+            *(f"{path}: {_told(id, runs)}" for (path, id), runs in lost.items()),
+            *(f"{s.subject}: {reason}" for s in subjects for reason in s.reasons),
+        ),
         notes=tuple(_notes(read, untriaged)),
+        stale=stale,
+        lost=sum(lost.values()),
     )
 
 
@@ -221,7 +247,9 @@ def _read(path: Path) -> _Folder:
         {int(file.stem): _lines(file, Progress) for file in _journals(store.shards)},
         [run for file in _journals(store.passed) for run in _lines(file, PassedOver)],
         store.found(),
+        [file.parent.name for file in store.mended.glob("*/finding.json")],
         len([*store.raw_cases()]),
+        store.stale(),
         read_conditions(path),
         read_record(code, CodeCoverage) if (code := path / "coverage.json").exists() else None,
     )
@@ -352,6 +380,21 @@ def _merged(read: Iterable[_Folder]) -> tuple[MergedFinding, ...]:
     return tuple(sorted(merged, key=lambda f: (f.record.known is not None, f.first_seen)))
 
 
+def _lost(folder: _Folder) -> Counter[str]:
+    """Failing runs that the journals count, by findings that were taken out of the folder."""
+    failures = Counter[str]()
+    for lines in folder.journals.values():
+        for line in lines:
+            failures.update(line.failures)
+    for id in (*folder.mended, *[record.id for record in folder.findings]):
+        failures.pop(id, None)
+    return failures
+
+
+def _told(id: str, runs: int) -> str:
+    return f"{counted(runs, 'failing run')} of {id}, which is neither in findings/ nor in mended/"
+
+
 def _one(same: Sequence[MergedFinding], failures: int) -> MergedFinding:
     """It is known only where every folder's ledger knows it."""
     shortest = min(same, key=lambda f: (f.record.known is not None, f.record.operations))
@@ -431,11 +474,11 @@ def _notes(read: Sequence[_Folder], untriaged: int) -> Iterator[str]:
                     f"and in {folder.path}: the same runs, counted twice"
                 )
             shards[shard] = folder.path
-        mended = len([*Store(folder.path).mended.glob("*/finding.json")])
-        if mended:
+        yield from [f"{folder.path}: {entry}" for entry in folder.stale]
+        if folder.mended:
             yield (
-                f"{folder.path}: {counted(mended, 'finding')} of before did not fail any more, "
-                "see mended/"
+                f"{folder.path}: {counted(len(folder.mended), 'finding')} of before did not fail "
+                "any more, see mended/"
             )
         for run in folder.passed_over:
             yield f"{folder.path}: run {run.seed} was passed over: {run.why}"
