@@ -365,7 +365,8 @@ def test_a_known_issue_is_told_and_does_not_fail(
     command = ("fuzz", "--time", "1s", "--out", "c", *CANARY, "--json")
     result = kvproof(*command, "--known", str(known), cwd=folder)
     fields = printed(result)
-    assert (result.returncode, fields["verdict"]) == (3, "unknown")  # a second is too short
+    # Whether it reaches everything, too, depends on the machine.
+    assert (result.returncode, fields["verdict"]) in ((0, "pass"), (3, "unknown"))
     assert [violation["known"] for violation in fields["violations"]] == ["ISSUE-17"]
     unknown = kvproof(*command, cwd=folder)
     assert (unknown.returncode, printed(unknown)["violations"][0]["known"]) == (1, None)
