@@ -45,6 +45,8 @@ PATIENCE = 120.0
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80_000_000}
 SOON = {"health_check_period_ms": 500, "health_check_failure_threshold": 3}
 """A node that does not even answer is given up then."""
+HEARS_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+"""Where tests are run in the background, their children would ignore it."""
 MAIN = "import sys; sys.argv[0] = 'kvproof'; from kvproof.fuzz.cli import main; main()"
 
 
@@ -295,7 +297,7 @@ def test_a_campaign_outlives_its_nodes(cluster: Cluster, store: Store) -> None:
     command = ("--target", "cache", "--fault", FAULT, "--seed", str(store.folder), "--json")
     ray = ("--ray", "auto", "--time", "1h", "--out", str(store.folder))
     campaign = subprocess.Popen(
-        [sys.executable, "-c", MAIN, "fuzz", *command, *ray],
+        [sys.executable, "-c", HEARS_CTRL_C + MAIN, "fuzz", *command, *ray],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
