@@ -11,8 +11,10 @@ seen late is put down to the right operation by a replay that settles and audits
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import get_args
 
+from msgspec import msgpack
 from msgspec.structs import replace
 
 from kvproof.invariants.books import Books, RequestModel
@@ -77,6 +79,20 @@ def settlement_interval(blocks: int) -> int:
     return min(max(SETTLED_EVERY, blocks // SETTLED_BLOCKS), SETTLED_RARELY)
 
 
+Looks = tuple[tuple[int, ...], tuple[int, ...]]
+"""Which checks have something to say about an operation that ends so, by their place in the list:
+before it is followed, and after."""
+
+
+@lru_cache(maxsize=64)
+def _known_looks(
+    checks: tuple[type[Check], ...], semantics: bytes, tiers: bool
+) -> dict[tuple[type[Operation], Status], Looks]:
+    """What ``Checker._looks`` found out: the same for all runs of such a subject, and there are
+    thousands of short ones."""
+    return {}
+
+
 class _Plans(dict[Status, Plan]):
     """The plans for one kind of operation, each made when it is first needed: most never are."""
 
@@ -129,12 +145,11 @@ class Checker:
         self._drawn = 1
         self._next_audit = self._gap() if self._interval else NEVER
         self._next_look = min(self._settle_every, self._next_audit)
-        self._expecting = [
-            check for check in self.checks if type(check).expecting is not Check.expecting
-        ]
-        self._concluding = [
-            check for check in self.checks if type(check).conclude is not Check.conclude
-        ]
+        self._known_looks = _known_looks(
+            tuple([type(check) for check in self.checks]),
+            msgpack.encode(semantics),
+            self.books.tiers is not None,
+        )
         self._settling = [
             check.settle for check in self.checks if type(check).settle is not Check.settle
         ]
@@ -151,13 +166,10 @@ class Checker:
 
     def _plan(self, kind: type[Operation], status: Status) -> Plan:
         """All that is to be done about such an operation, looked up once."""
-        expecting = [
-            check.expecting(kind) for check in self._expecting if check.expects(kind, status)
-        ]
+        before, after = self._looks(kind, status)
+        expecting = [self.checks[place].expecting(kind) for place in before]
         follow = self.books.operation_handlers.get(kind) if status == "done" else None
-        concluding: list[OperationHandler] = [
-            check.conclude for check in self._concluding if check.concludes(kind, status)
-        ]
+        concluding: list[OperationHandler] = [self.checks[place].conclude for place in after]
         if kind in (Admit, Grow, Reserve, Fork, Preempt, Resume) and status == "done":
             concluding.insert(0, self._stands)
         if status != "skipped":
@@ -168,6 +180,16 @@ class Checker:
             follow,
             tuple(concluding),
         )
+
+    def _looks(self, kind: type[Operation], status: Status) -> Looks:
+        known = self._known_looks.get((kind, status))
+        if known is None:
+            places = range(len(self.checks))
+            known = self._known_looks[kind, status] = (
+                tuple([place for place in places if self.checks[place].expects(kind, status)]),
+                tuple([place for place in places if self.checks[place].concludes(kind, status)]),
+            )
+        return known
 
     def _event_handlers(self) -> dict[type[Event], tuple[EventHandler, ...]]:
         handlers: dict[type[Event], list[EventHandler]] = {kind: [] for kind in EVENT_TYPES}
@@ -321,16 +343,20 @@ class Checker:
 
     def checked(self) -> dict[str, int]:
         """How often each property was put to the test."""
-        return {check.id(): self._checked(check) for check in self.checks}
-
-    def _checked(self, check: Check) -> int:
-        total = check.checked
-        if check.counts_itself:
-            return total
-        total += self.audits if type(check).audit is not Check.audit else 0
-        total += self.settlements * check.settles()
+        looked = [0] * len(self.checks)
         for kind, statuses in self.counts.items():
             for status, count in statuses.items():
-                if count and (check.expects(kind, status) or check.concludes(kind, status)):
-                    total += count
-        return total
+                if count:
+                    before, after = self._looks(kind, status)
+                    for place in {*before, *after}:
+                        looked[place] += count
+        return {
+            check.id(): self._checked(check, count)
+            for check, count in zip(self.checks, looked, strict=True)
+        }
+
+    def _checked(self, check: Check, looked: int) -> int:
+        if check.counts_itself:
+            return check.checked
+        looked += self.audits if type(check).audit is not Check.audit else 0
+        return check.checked + looked + self.settlements * check.settles()
