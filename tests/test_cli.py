@@ -337,7 +337,12 @@ def test_bench_prints_ratios_with_their_conditions(name: str, tmp_path: Path) ->
     fields = printed(result)
     assert result.returncode == 0
     ratios = {
-        "engine": {"checked_over_unchecked", "untiered_over_tiered", "blocks_1m_over_1k"},
+        "engine": {
+            "checked_over_unchecked",
+            "untiered_over_tiered",
+            "needing_no_tier_over_tiered",
+            "blocks_1m_over_1k",
+        },
         "machine": {"machine_over_idle"},
     }
     assert set(fields["ratios"]) == ratios[name]

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from kvproof.fuzz.bench.machine_info import Calibration, MachineInfo, calibrate, machine_info
 from kvproof.fuzz.swarm import Draw, draw_run
-from kvproof.invariants.operations import KINDS, TIER_KINDS, AnyOperation
+from kvproof.invariants.operations import KINDS, TIER_KINDS, AnyOperation, kind_of
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.harness import Harness
 from kvproof.stateful_tests.subjects.engine import EngineSubject
@@ -52,12 +52,14 @@ def bench_engine(
     draws = [draw_run(f"bench/{i}", frozenset(KINDS)) for i in range(SMALL_RUNS)]
     tiered = [draw_run(f"bench/{i}", _TIERED, tiers_share=1) for i in range(SMALL_RUNS)]
     small, tiers = _runs(draws), _runs(tiered)
+    untiered = _only(_without_tiers(tiers), frozenset(KINDS))
     long = _long_run(draws)
     variants: dict[str, Callable[[], float]] = {
         "small pools, checks off": lambda: _time_runs(small, checked=False),
         "small pools, checks on": lambda: _time_runs(small, checked=True),
         "tiers on, checks on": lambda: _time_runs(tiers, checked=True),
         "the same, tiers off": lambda: _time_runs(_without_tiers(tiers), checked=True),
+        "those that need no tier, tiers off": lambda: _time_runs(untiered, checked=True),
         f"{SMALL_POOL:,} blocks, checks on": lambda: _time_pool(SMALL_POOL, long),
         f"{LARGE_POOL:,} blocks, checks on": lambda: _time_pool(LARGE_POOL, long),
     }
@@ -67,16 +69,22 @@ def bench_engine(
         for name, measure in variants.items():
             best[name] = min(best[name], measure())
         on_round(done + 1)
-    counts = {"blocks": len(long), "small": _total(small), "tiers": _total(tiers)}
+    counts = {
+        "blocks": len(long),
+        "small": _total(small),
+        "those": _total(untiered),
+        "tiers": _total(tiers),
+    }
     ops = {name: next(counts[word] for word in counts if word in name) for name in variants}
     results = [Measurement(name, ops[name], seconds) for name, seconds in best.items()]
-    off, on, with_tiers, without, small_pool, large_pool = (best[name] for name in variants)
+    off, on, with_tiers, without, fewer, small_pool, large_pool = (best[name] for name in variants)
     return EngineBench(
         ratios={
             "checked_over_unchecked": on / off,
-            # Of operations a second: they are the same ones, and most of those for a tier are
-            # refused where there is none.
+            # Operations a second.  First the same ones, although those for a tier are refused
+            # at once where there is none; then without these.
             "untiered_over_tiered": with_tiers / without,
+            "needing_no_tier_over_tiered": with_tiers / _total(tiers) * _total(untiered) / fewer,
             "blocks_1m_over_1k": large_pool / small_pool,
         },
         calibration=calibration,
@@ -97,6 +105,15 @@ def _without_tiers(
 ) -> list[tuple[Configuration, list[AnyOperation]]]:
     return [
         (replace(configuration, host_blocks=0, disk_blocks=0, offload="none"), operations)
+        for configuration, operations in runs
+    ]
+
+
+def _only(
+    runs: Sequence[tuple[Configuration, list[AnyOperation]]], kinds: frozenset[str]
+) -> list[tuple[Configuration, list[AnyOperation]]]:
+    return [
+        (configuration, [operation for operation in operations if kind_of(operation) in kinds])
         for configuration, operations in runs
     ]
 
