@@ -11,6 +11,7 @@ from kvproof.fuzz.bench.campaign import CampaignBench, bench_campaign
 from kvproof.fuzz.bench.engine import EngineBench, bench_engine
 from kvproof.fuzz.bench.machine import MachineBench, bench_machine
 from kvproof.fuzz.bench.scheduler import SchedulerBench, bench_scheduler
+from kvproof.fuzz.bench.subject import POOLS, SubjectBench, bench_subject
 from kvproof.fuzz.cli.output import JsonOption, console, print_json, progress_bar, table
 
 app = typer.Typer(no_args_is_help=True, help="Benchmarks; ratios are within one run.")
@@ -78,7 +79,31 @@ def campaign(rounds: RoundsOption = 5, as_json: JsonOption = False) -> None:
     _show(result)
 
 
-AnyBench = EngineBench | MachineBench | SchedulerBench | CampaignBench
+@app.command("subject")
+def subject(
+    name: Annotated[str, typer.Argument(help="As for kvproof check --subject.")],
+    rounds: RoundsOption = 5,
+    blocks: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Blocks of a pool; may be repeated.", show_default="64, 16384"),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What checking costs on any subject, yours too, in a small and in a large pool.
+
+    Example: [bold]kvproof bench subject vllm:manager[/]
+    """
+    with progress_bar("rounds", rounds) as bar:
+        result = bench_subject(
+            name, rounds, lambda done: bar.update(done, ""), pools=blocks or POOLS
+        )
+    if as_json:
+        print_json(_fields(result))
+        return
+    _show(result)
+
+
+AnyBench = EngineBench | MachineBench | SchedulerBench | CampaignBench | SubjectBench
 
 
 def _fields(result: AnyBench) -> dict[str, object]:
