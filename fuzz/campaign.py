@@ -6,6 +6,7 @@ draws otherwise.  The first failing run is shrunk, replayed and told.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ from kvproof.stateful_tests.totals import Totals
 
 MACHINE_SHARE = 0.5
 """Part of the time that the Hypothesis machine gets."""
+RUNS_PER_EXAMPLE = 10
+"""Of so many runs: runs of the seeded loop to one of the machine, which takes far longer."""
 
 Progress = Callable[[float, str], None]
 """Hears how many seconds have passed, and a few words."""
@@ -64,13 +67,16 @@ class Report(Struct, frozen=True):
 def check_subject(
     subject: str,
     *,
-    seconds: float,
+    seconds: float = math.inf,
+    runs: int | None = None,
     seed: str,
     out: Path | None,
     fault: str | None = None,
     progress: Progress = lambda done, text: None,
 ) -> Report:
-    """Drive the subject for so long, or until something fails.
+    """Drive the subject for so long, or for so many runs of the loop, or until something fails.
+
+    So many runs are the same ones on every computer, whatever its speed.
 
     Raises InputError if there is no such subject or fault, or if it is not installed.
     """
@@ -83,12 +89,15 @@ def check_subject(
         progress(time.perf_counter() - started, f"{loop.ops + machine.ops:,} operations")
 
     share = seconds * (1 - MACHINE_SHARE)
-    found = search(subject, seed, seconds=share, totals=loop, fault=fault, on_run=told)
+    found = search(
+        subject, seed, seconds=share, totals=loop, fault=fault, runs_max=runs, on_run=told
+    )
     case, driver = (found.case, "seeded loop") if found else (None, "")
     left = seconds - (time.perf_counter() - started)
     if case is None and left > 0:
         with installed(fault):
-            case = _drive_machine(factory, subject, left, seed, machine, told)
+            examples = math.inf if runs is None else runs / RUNS_PER_EXAMPLE
+            case = _drive_machine(factory, subject, left, examples, seed, machine, told)
         case, driver = case and replace(case, fault=fault), "Hypothesis machine"
     seen = found.violation if found else None
     finding = _finding(case, driver, out, seen) if case is not None else None
@@ -119,6 +128,7 @@ def _drive_machine(
     factory: SubjectFactory,
     subject: str,
     seconds: float,
+    examples: float,
     seed: str,
     totals: Totals,
     told: Callable[[Totals], None],
@@ -128,7 +138,7 @@ def _drive_machine(
     def stop() -> bool:
         totals.seconds = time.perf_counter() - started
         told(totals)
-        return False
+        return totals.runs >= examples
 
     try:
         return run_machine(factory, subject, seconds=seconds, seed=seed, totals=totals, stop=stop)

@@ -1,1 +1,1 @@
-"""Subjects, Hypothesis machines, strategies and the pytest plugin."""
+"""Subjects, Hypothesis machines, strategies, and examples of engines and policies."""

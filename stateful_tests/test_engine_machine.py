@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.export import write_finding
 from kvproof.stateful_tests.machine import machine_for
+from kvproof.stateful_tests.profiles import at_scale
 from kvproof.stateful_tests.subjects.engine import EngineSubject
 
 FINDINGS = Path("kvproof-findings")
@@ -24,12 +25,8 @@ def _engine_test(examples: int, **fixed: Any) -> type:
         return EngineSubject(replace(configuration, **fixed))
 
     machine = machine_for(build, "engine", on_failure=partial(write_finding, folder=FINDINGS))
-    machine.TestCase.settings = settings(
-        machine.TestCase.settings,
-        max_examples=examples,
-        stateful_step_count=50,
-        print_blob=False,
-    )
+    own = settings(machine.TestCase.settings, print_blob=False)
+    machine.TestCase.settings = at_scale(own, examples=examples, steps=50)
     return machine.TestCase
 
 

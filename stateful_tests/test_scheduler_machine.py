@@ -10,6 +10,7 @@ from hypothesis import settings
 from kvproof.engine.policies import POLICIES
 from kvproof.stateful_tests.export import write_finding
 from kvproof.stateful_tests.machine import machine_for
+from kvproof.stateful_tests.profiles import at_scale
 from kvproof.stateful_tests.subjects.scheduler import SchedulerSubject
 
 FINDINGS = Path("kvproof-findings")
@@ -23,12 +24,8 @@ def _scheduler_test(policy: str, examples: int = 20) -> type:
         name,
         on_failure=partial(write_finding, folder=FINDINGS),
     )
-    machine.TestCase.settings = settings(
-        machine.TestCase.settings,
-        max_examples=examples,
-        stateful_step_count=30,
-        print_blob=False,
-    )
+    own = settings(machine.TestCase.settings, print_blob=False)
+    machine.TestCase.settings = at_scale(own, examples=examples, steps=30)
     return machine.TestCase
 
 
