@@ -1,0 +1,302 @@
+"""Does an adapter tell the truth?  Drawn runs of it before a witness, and its declarations tried.
+
+Three questions, none of them about the engine's rightness: do events, answers and view agree
+(:mod:`kvproof.stateful_tests.conformance`); does the same run say the same twice; and, where the
+ordinary checks find a violation, is it gone when one word of the declared semantics is another?
+Then either that declaration is wrong, or the engine that does not keep to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvproof.fuzz.search import abilities
+from kvproof.fuzz.swarm import Draw, draw_run
+from kvproof.invariants.case import Case, dump_case
+from kvproof.invariants.checker import CheckerError
+from kvproof.invariants.events import Event
+from kvproof.invariants.operations import AnyOperation, Operation, kind_of
+from kvproof.invariants.outcomes import SKIPPED, Outcome
+from kvproof.invariants.subject import Configuration, Semantics, Subject
+from kvproof.invariants.verdict import Violation, primary
+from kvproof.invariants.view import View
+from kvproof.stateful_tests.conformance import Crashed, Lie, Lied, Witness
+from kvproof.stateful_tests.harnesses import harness_for
+from kvproof.stateful_tests.subjects import SubjectFactory
+from kvproof.stateful_tests.subjects.scheduler import SchedulerSubject
+
+RUNS = 40
+"""Drawn runs: enough for each operation of a cache to be done."""
+_PATIENCE = 3
+"""So many times more, while an operation that the subject declares was never done."""
+_FAILING = 6
+"""Failing runs on which other words are tried."""
+
+_LAST = ("groups", "slots", "swaps", "tiers", "exact_tiers", "exact_eviction", "exact_admission")
+"""Words that give up a lot: tried when no other will do."""
+
+
+def _other_words(declared: Semantics) -> Iterator[tuple[str, object]]:
+    """What else might be declared, a word each."""
+    words = {
+        word: (True, False) if kind is bool else get_args(kind)
+        for word, kind in get_type_hints(Semantics).items()
+        if kind is bool or get_origin(kind) is Literal
+    }
+    words |= {"reserved": ((), (0,)), "groups": (1, 2), "exports": ((),)}
+    words |= {"exports_per_request": ((),)}
+    for word in sorted(words, key=lambda word: _LAST.index(word) if word in _LAST else -1):
+        for other in words[word]:
+            if other != getattr(declared, word):
+                yield word, other
+
+
+class Told(Struct, frozen=True):
+    """A lie, and the run that shows it."""
+
+    lie: Lie
+    case: Case | None
+    """None if it is about all runs together."""
+
+    def __str__(self) -> str:
+        text = f"{self.lie.kind}: {self.lie.message}"
+        return text if self.case is None else f"{text}\n{dump_case(self.case)}"
+
+
+class Examination(Struct, frozen=True):
+    """What came of it."""
+
+    told: Told | None
+    """The first lie, its run shrunk."""
+    violation: Violation | None
+    """What the ordinary checks find whatever is declared: the engine's, ``kvproof check`` it."""
+    operations: int
+
+
+def assert_conforms(factory: SubjectFactory, *, runs: int = RUNS) -> None:
+    """For a test of an adapter: raises AssertionError with the lie, and a short run that shows it.
+
+    Says nothing about the engine: that is for ``kvproof check`` and the machine.
+    """
+    told = examine(factory, runs=runs).told
+    if told is not None:
+        raise AssertionError(f"the adapter does not tell the truth about {told}")
+
+
+def examine(factory: SubjectFactory, *, runs: int = RUNS, seed: str = "conformance") -> Examination:
+    """Drawn runs ``seed/0``, ``seed/1``, … before a witness, and then the declarations."""
+    able, declared = abilities(factory), factory(Configuration()).capabilities
+    draws: list[Draw] = []
+    done: set[str] = set()
+    crashes: list[str] = []
+    operations = 0
+    while len(draws) < runs or (declared - done and len(draws) < _PATIENCE * runs):
+        draw = draw_run(f"{seed}/{len(draws)}", able)
+        draws.append(draw)
+        lie, performed = _before_a_witness(factory, draw, draw.operations, done, crashes)
+        operations += performed
+        if lie is not None:
+            return Examination(_shrunk(factory, draw, lie, performed), None, operations)
+    never = sorted(declared - done)
+    if never:
+        said = f"declared, but never done in {len(draws)} runs: {', '.join(never)}"
+        if crashes:
+            said += f"; it raised {crashes[0]}, for one"
+        return Examination(Told(Lie("never-done", said), None), None, operations)
+    told, violation = _declarations(factory, draws)
+    return Examination(told, violation, operations)
+
+
+# -- before a witness ----------------------------------------------------------------------------
+
+
+def _before_a_witness(
+    factory: SubjectFactory,
+    draw: Draw,
+    operations: Sequence[AnyOperation],
+    done: set[str],
+    crashes: list[str],
+) -> tuple[Lie | None, int]:
+    """The lie of a run, done twice, and how many operations it took.
+
+    A run that raises ends there: that is no lie, and found by the checks as CRASH.
+    """
+    records: list[list[bytes]] = []
+    for _ in range(2):
+        performed = 0
+        try:
+            subject = factory(draw.configuration)
+            witness, perform = _stage(subject)
+            records.append(witness.record)
+            for operation in operations:
+                performed += 1
+                outcome = perform(operation)
+                if isinstance(subject, SchedulerSubject) and outcome.status == "done":
+                    done.add(kind_of(operation))
+        except Lied as error:
+            return error.lie, performed
+        except Crashed as error:
+            crashes.append(repr(error.__cause__))
+        if not isinstance(subject, SchedulerSubject):
+            done.update(witness.done)
+    first, second = records
+    if first != second:
+        said = "the same operations, done in a fresh subject, were answered or told otherwise"
+        return Lie("determinism", said), len(operations)
+    return None, performed
+
+
+def _stage(subject: Subject) -> tuple[Witness, Callable[[Operation], Outcome]]:
+    """A witness of the cache, and what performs the subject's operations before it."""
+    if not isinstance(subject, SchedulerSubject):
+        witness = Witness(subject)
+        return witness, witness.perform
+    witness = Witness(subject.cache)
+    subject.connect(witness.perform, lambda event: None)
+
+    def perform(operation: Operation) -> Outcome:
+        if kind_of(operation) not in subject.capabilities:
+            return SKIPPED
+        try:
+            outcome = subject.apply(operation)
+        except (Lied, Crashed):
+            raise
+        except Exception as error:
+            raise Crashed from error
+        subject.drain_events()
+        return outcome
+
+    return witness, perform
+
+
+def _shrunk(factory: SubjectFactory, draw: Draw, lie: Lie, performed: int) -> Told:
+    """A lie of the same kind in fewer operations."""
+    shown = [lie]
+
+    def shows(operations: Sequence[AnyOperation]) -> bool:
+        again, _ = _before_a_witness(factory, draw, operations, set(), [])
+        if again is None or again.kind != lie.kind:
+            return False
+        shown.append(again)
+        return True
+
+    operations = _fewer(draw.operations[:performed], shows)
+    name = factory(draw.configuration).name
+    return Told(shown[-1], Case(name, draw.configuration, operations))
+
+
+def _fewer(
+    operations: Sequence[AnyOperation], shows: Callable[[Sequence[AnyOperation]], bool]
+) -> list[AnyOperation]:
+    """Without all that can be left out, in ever smaller pieces, the last first."""
+    left, size = list(operations), len(operations)
+    while size := size // 2:
+        start = len(left) - size
+        while start >= 0:
+            shorter = left[:start] + left[start + size :]
+            if shows(shorter):
+                left = shorter
+            start -= size
+    return left
+
+
+# -- the declared semantics ----------------------------------------------------------------------
+
+
+class _Declared:
+    """A cache as it is, under another declaration."""
+
+    def __init__(self, subject: Subject, semantics: Semantics) -> None:
+        self._subject = subject
+        self.name = subject.name
+        self.semantics = semantics
+        self.configuration = subject.configuration
+        self.capabilities = subject.capabilities
+
+    def apply(self, operation: Operation) -> Outcome:
+        return self._subject.apply(operation)
+
+    def drain_events(self) -> Sequence[Event]:
+        return self._subject.drain_events()
+
+    def view(self) -> View:
+        return self._subject.view()
+
+
+def _declarations(
+    factory: SubjectFactory, draws: Sequence[Draw]
+) -> tuple[Told | None, Violation | None]:
+    """One word that makes all failing runs pass; else what fails."""
+    failing = list(islice(_failing(factory, draws), _FAILING))
+    if not failing:
+        return None, None
+    subject = factory(Configuration())
+    declared = subject.cache.semantics if isinstance(subject, SchedulerSubject) else None
+    declared = declared or subject.semantics
+    for word, other in _other_words(declared):
+        semantics = replace(declared, **{word: other})
+        if not any(
+            _violation(factory, draw.configuration, draw.operations, semantics)
+            for draw, _ in failing
+        ):
+            said = f"{word}={getattr(declared, word)!r} is declared, but with {other!r}"
+            return _declared_wrongly(factory, failing, said, semantics), None
+    return None, failing[0][1]
+
+
+def _declared_wrongly(
+    factory: SubjectFactory,
+    failing: Sequence[tuple[Draw, Violation]],
+    said: str,
+    semantics: Semantics,
+) -> Told:
+    """The shortest of the runs, shrunk to what still fails as declared and passes otherwise."""
+    draw, violation = min(failing, key=lambda one: one[1].op)
+    shown = [violation]
+
+    def shows(operations: Sequence[AnyOperation]) -> bool:
+        again = _violation(factory, draw.configuration, operations, None)
+        if again is None or again.property != violation.property:
+            return False
+        if _violation(factory, draw.configuration, operations, semantics) is not None:
+            return False
+        shown.append(again)
+        return True
+
+    operations = _fewer(draw.operations[: violation.op + 1], shows)
+    text = f"{said} nothing is wrong: {shown[-1].property}, {shown[-1].message}"
+    name = factory(draw.configuration).name
+    return Told(Lie("semantics", text), Case(name, draw.configuration, operations))
+
+
+def _failing(factory: SubjectFactory, draws: Sequence[Draw]) -> Iterator[tuple[Draw, Violation]]:
+    for draw in draws:
+        violation = _violation(factory, draw.configuration, draw.operations, None)
+        if violation is not None:
+            yield draw, violation
+
+
+def _violation(
+    factory: SubjectFactory,
+    configuration: Configuration,
+    operations: Sequence[AnyOperation],
+    semantics: Semantics | None,
+) -> Violation | None:
+    """What the checks find in a run of the subject, as declared or with other semantics."""
+    subject = factory(configuration)
+    if semantics is not None:
+        if isinstance(subject, SchedulerSubject):
+            subject.cache = _Declared(subject.cache, semantics)  # type: ignore[assignment]
+        else:
+            subject = _Declared(subject, semantics)
+    try:
+        harness = harness_for(subject, audit_interval=1)
+        harness.run(operations)
+    except (CheckerError, LookupError) as error:
+        return Violation("CHECKER", f"a check stumbles: {error!r}", op=len(operations) - 1)
+    return primary(harness.violations) if harness.violations else None

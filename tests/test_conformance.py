@@ -1,0 +1,413 @@
+"""Adapters that lie are caught and named; honest ones pass, over a right engine or a wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from kvproof.fuzz.conformance import RUNS, assert_conforms, examine
+from kvproof.fuzz.faults import fault_by_id
+from kvproof.invariants.events import (
+    BlocksAllocated,
+    BlocksEvicted,
+    BlocksPublished,
+    BlocksReleased,
+    Event,
+    RequestGrown,
+    StepLaunched,
+    StepRetired,
+)
+from kvproof.invariants.operations import Admit, Evict, Finish, Grow, Operation, Retire
+from kvproof.invariants.outcomes import NO_FREE_BLOCKS, SKIPPED, Outcome
+from kvproof.invariants.subject import Configuration
+from kvproof.invariants.view import Standing
+from kvproof.stateful_tests.adapter import Part, Refused, Request
+from kvproof.stateful_tests.examples.nano_subject import NanoSubject
+from kvproof.stateful_tests.examples.template import Template
+from kvproof.stateful_tests.subjects import subject_factory
+from kvproof.stateful_tests.subjects.engine import EngineSubject, EngineView
+
+# -- honest ones ---------------------------------------------------------------------------------
+
+HONEST = (
+    "engine",
+    "engine:groups",
+    "scheduler:fcfs",
+    "kvproof.stateful_tests.examples.template:Template",
+    "kvproof.stateful_tests.examples.nano_subject:NanoSubject",
+)
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_an_honest_adapter_passes(name: str) -> None:
+    examination = examine(subject_factory(name))
+    assert examination.told is None
+    assert examination.violation is None
+    assert examination.operations > 1000
+
+
+# -- lies about what an engine did, over kvproof's own --------------------------------------------
+
+
+class Liar(EngineSubject):
+    """An honest subject, until something is overridden."""
+
+    def apply(self, operation: Operation) -> Outcome:
+        outcome = super().apply(operation)
+        self.told = list(self.tell(list(super().drain_events())))
+        return self.answer(operation, outcome)
+
+    def drain_events(self) -> Sequence[Event]:
+        told, self.told = self.told, []
+        return told
+
+    def tell(self, events: list[Event]) -> Sequence[Event]:
+        return events
+
+    def answer(self, operation: Operation, outcome: Outcome) -> Outcome:
+        return outcome
+
+
+def forgets(kind: type[Event]) -> type[Liar]:
+    class Forgets(Liar):
+        def tell(self, events: list[Event]) -> Sequence[Event]:
+            return [event for event in events if type(event) is not kind]
+
+    return Forgets
+
+
+def doubles(kind: type[Event]) -> type[Liar]:
+    class Doubles(Liar):
+        def tell(self, events: list[Event]) -> Sequence[Event]:
+            return [event for event in events for _ in range(1 + (type(event) is kind))]
+
+    return Doubles
+
+
+class TellsBackwards(Liar):
+    def tell(self, events: list[Event]) -> Sequence[Event]:
+        return events[::-1]
+
+
+class TellsTheRetirementLast(Liar):
+    def tell(self, events: list[Event]) -> Sequence[Event]:
+        return sorted(events, key=lambda event: isinstance(event, StepRetired))
+
+
+class ForgetsThoseUnderPressure(Liar):
+    def tell(self, events: list[Event]) -> Sequence[Event]:
+        return [event for event in events if getattr(event, "cause", "") != "pressure"]
+
+
+class TellsAgain(Liar):
+    def drain_events(self) -> Sequence[Event]:
+        return self.told
+
+
+class TellsOthersBlocks(Liar):
+    def tell(self, events: list[Event]) -> Sequence[Event]:
+        return [
+            replace(event, blocks=[block + 1 for block in event.blocks])
+            if isinstance(event, BlocksAllocated)
+            else event
+            for event in events
+        ]
+
+
+class CountsOneMore(Liar):
+    def answer(self, operation: Operation, outcome: Outcome) -> Outcome:
+        more = isinstance(operation, Evict) and outcome.count > 0
+        return replace(outcome, count=outcome.count + more)
+
+
+class ClaimsHits(Liar):
+    def answer(self, operation: Operation, outcome: Outcome) -> Outcome:
+        claims = isinstance(operation, Admit) and outcome.status == "done"
+        return replace(outcome, cached_tokens=outcome.cached_tokens + claims)
+
+
+class NamesTheNext(Liar):
+    def apply(self, operation: Operation) -> Outcome:
+        if isinstance(operation, Finish):
+            operation = Finish(operation.request + 1)
+        return super().apply(operation)
+
+
+class AnswersTrue(Liar):
+    def answer(self, operation: Operation, outcome: Outcome) -> Outcome:
+        return outcome.status == "done"  # type: ignore[return-value]
+
+
+class RefusesAfterwards(Liar):
+    def tell(self, events: list[Event]) -> Sequence[Event]:
+        return () if any(isinstance(event, RequestGrown) for event in events) else events
+
+    def answer(self, operation: Operation, outcome: Outcome) -> Outcome:
+        refuses = isinstance(operation, Grow) and outcome.status == "done"
+        return Outcome("refused", NO_FREE_BLOCKS, outcome.request) if refuses else outcome
+
+
+class NeverForks(Liar):
+    def apply(self, operation: Operation) -> Outcome:
+        if type(operation).__name__ == "Fork":
+            running = self.engine.running
+            number = running[operation.request % len(running)].id if running else None
+            return Outcome("refused", "not_computed", number) if running else SKIPPED
+        return super().apply(operation)
+
+
+class DoesNothing(Liar):
+    def apply(self, operation: Operation) -> Outcome:
+        return SKIPPED
+
+    def drain_events(self) -> Sequence[Event]:
+        return ()
+
+
+class Raises(Liar):
+    def answer(self, operation: Operation, outcome: Outcome) -> Outcome:
+        raise RuntimeError("out of order")
+
+
+TURNS = count()
+
+
+class DependsOnTheDay(Liar):
+    def answer(self, operation: Operation, outcome: Outcome) -> Outcome:
+        launched = isinstance(operation, Retire) and outcome.status == "done"
+        return replace(outcome, reason=f"turn {next(TURNS)}") if launched else outcome
+
+
+class _LyingView(EngineView):
+    def __init__(self, subject: EngineSubject) -> None:
+        super().__init__(subject.engine)
+
+
+class Shows(Liar):
+    """Lies by its view."""
+
+    shown: type[_LyingView]
+
+    def view(self) -> EngineView:
+        return self.shown(self)
+
+
+class OldView(_LyingView):
+    """Not live: what it was when it was made."""
+
+    def __init__(self, subject: EngineSubject) -> None:
+        super().__init__(subject)
+        self._free = [list(pool.free_blocks()) for pool in self._engine.pools]
+
+    def free_blocks(self, group: int) -> Sequence[int]:
+        return self._free[group]
+
+
+class OtherTable(_LyingView):
+    def table(self, request: int, group: int) -> Sequence[int]:
+        return super().table(request, group)[::-1]
+
+
+class NoReferences(_LyingView):
+    def ref_counts(self, group: int) -> Sequence[int]:
+        return [min(1, references) for references in super().ref_counts(group)]
+
+
+class WrongCounter(_LyingView):
+    def free_count(self, group: int) -> int:
+        return max(0, super().free_count(group) - 1)
+
+
+class EmptyIndex(_LyingView):
+    def index(self, group: int) -> Mapping[bytes, Sequence[int]]:
+        return {}
+
+
+class CountsWhatIsLaunched(_LyingView):
+    def standing(self, request: int) -> Standing:
+        state, tokens, _, rows = super().standing(request)
+        return state, tokens, self._engine.requests[request].scheduled, rows
+
+
+class NoSteps(_LyingView):
+    def steps_in_flight(self) -> Sequence[int]:
+        return []
+
+
+def shows(view: type[_LyingView]) -> type[Shows]:
+    return type(view.__name__, (Shows,), {"shown": view})
+
+
+# -- lies about what was promised, over the template ----------------------------------------------
+
+
+def declares(base: Any, **words: Any) -> Any:
+    """The same subject with other words."""
+    return type(base.__name__, (base,), {"semantics": replace(base.semantics, **words)})
+
+
+class PublishesAtAllocation(Template):
+    """As its declaration says nothing of: honest with at_allocation and without chunks."""
+
+    semantics = replace(Template.semantics, chunks=False)
+
+    def admit(self, request: Request) -> int:
+        cached = super().admit(request)
+        self.cache.publish(self.tables[request.number], request.marked_tokens)
+        return cached
+
+    def grow(self, request: Request, tokens: int) -> None:
+        super().grow(request, tokens)
+        self.cache.publish(self.tables[request.number], request.marked_tokens)
+
+
+class ReleasesHeadFirst(Template):
+    semantics = replace(Template.semantics, eviction_order="lru")
+
+    def release(self, request: Request) -> None:
+        self.tables[request.number].reverse()
+        super().release(request)
+
+
+class EvictsTheNewest(Template):
+    def grow(self, request: Request, tokens: int) -> None:
+        super().grow(request, tokens)
+        cached = [block for block in self.cache.free if block in self.cache.key_of]
+        self.cache.free[len(self.cache.free) - len(cached) :] = cached[::-1]
+
+
+class KeepsAReserve(Template):
+    def admit(self, request: Request) -> int:
+        rows = -(-len(request.tokens) // self.cache.block_size)
+        if rows == len(self.cache.free):
+            raise Refused
+        return super().admit(request)
+
+
+class IgnoresTheBudget(Template):
+    def schedule(self, budget: int) -> Sequence[Part]:
+        return super().schedule(0)
+
+
+class ChangesWhatItRefuses(Template):
+    """Takes the hits, and then finds that there is no room for the rest."""
+
+    def admit(self, request: Request) -> int:
+        hits = self.cache.hits(request.marked_tokens)
+        try:
+            return super().admit(request)
+        except Refused:
+            self.cache.forget(hits[-1:])
+            raise
+
+
+@dataclass(frozen=True)
+class Lying:
+    factory: Callable[[Configuration], Any]
+    kind: str
+    says: str = ""
+    operations: int = 8
+    """At most, in the run that shows it."""
+    runs: int = RUNS
+
+
+LYING = {
+    "forgets an allocation": Lying(forgets(BlocksAllocated), "table"),
+    "forgets a publication": Lying(forgets(BlocksPublished), "index"),
+    "forgets evictions": Lying(forgets(BlocksEvicted), "answer", "its events 0"),
+    "forgets those under pressure": Lying(ForgetsThoseUnderPressure, "index"),
+    "forgets a release": Lying(forgets(BlocksReleased), "references"),
+    "forgets growth": Lying(forgets(RequestGrown), "event", "RequestGrown"),
+    "forgets a launch": Lying(forgets(StepLaunched), "event", "StepLaunched"),
+    "doubles an allocation": Lying(doubles(BlocksAllocated), "event"),
+    "doubles a release": Lying(doubles(BlocksReleased), "event", "give back"),
+    "doubles a retirement": Lying(doubles(StepRetired), "event", "2 times"),
+    "doubles a publication": Lying(doubles(BlocksPublished), "event", "second time"),
+    "tells backwards": Lying(TellsBackwards, "order"),
+    "tells the retirement last": Lying(TellsTheRetirementLast, "order"),
+    "tells again": Lying(TellsAgain, "event", "again"),
+    "tells others' blocks": Lying(TellsOthersBlocks, "table"),
+    "counts one more": Lying(CountsOneMore, "answer", "count"),
+    "claims hits": Lying(ClaimsHits, "answer", "cached_tokens"),
+    "names the next": Lying(NamesTheNext, "answer", "candidates"),
+    "answers true": Lying(AnswersTrue, "answer", "Outcome"),
+    "refuses afterwards": Lying(RefusesAfterwards, "refusal"),
+    "never forks": Lying(NeverForks, "never-done", "fork"),
+    "does nothing": Lying(DoesNothing, "never-done", "admit"),
+    "raises": Lying(Raises, "never-done", "it raised RuntimeError('out of order'), for one"),
+    "depends on the day": Lying(DependsOnTheDay, "determinism"),
+    "old view": Lying(shows(OldView), "view", "free"),
+    "other table": Lying(shows(OtherTable), "table"),
+    "no references": Lying(shows(NoReferences), "references"),
+    "wrong counter": Lying(shows(WrongCounter), "free", "counted"),
+    "empty index": Lying(shows(EmptyIndex), "index"),
+    "counts what is launched": Lying(shows(CountsWhatIsLaunched), "standing"),
+    "no steps": Lying(shows(NoSteps), "steps"),
+    "changes what it refuses": Lying(ChangesWhatItRefuses, "refusal", "BlocksEvicted"),
+    "publishes early": Lying(PublishesAtAllocation, "semantics", "'at_allocation'"),
+    "releases head first": Lying(ReleasesHeadFirst, "semantics", "release_order='tail_first'"),
+    "evicts the newest": Lying(EvictsTheNewest, "semantics", "eviction_order='lru'"),
+    "keeps a reserve": Lying(KeepsAReserve, "semantics", "exact_admission=True"),
+    "ignores the budget": Lying(IgnoresTheBudget, "semantics", "chunks=True"),
+    "does not fence": Lying(
+        declares(Template, fences_releases=True), "semantics", "fences_releases=True"
+    ),
+    "serves others first": Lying(
+        declares(NanoSubject, oldest_first=True), "semantics", "oldest_first=True", 10, runs=160
+    ),
+    "one reserved block": Lying(declares(NanoSubject, reserved=(0,)), "references", "reserved"),
+}
+
+
+@pytest.mark.parametrize("lying", LYING.values(), ids=LYING)
+def test_a_lying_adapter_is_caught_and_named(lying: Lying) -> None:
+    told = examine(lying.factory, runs=lying.runs).told
+    assert told is not None
+    assert told.lie.kind == lying.kind, told
+    assert lying.says in told.lie.message, told
+    if told.case is not None:
+        assert len(told.case.operations) <= lying.operations, told
+
+
+def test_a_lie_below_a_scheduler_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = EngineSubject.drain_events
+
+    def drain_events(subject: EngineSubject) -> Sequence[Event]:
+        return [event for event in honest(subject) if not isinstance(event, BlocksAllocated)]
+
+    monkeypatch.setattr(EngineSubject, "drain_events", drain_events)
+    told = examine(subject_factory("scheduler:fcfs")).told
+    assert told is not None
+    assert told.lie.kind == "table"
+    assert told.case is not None
+    assert len(told.case.operations) <= 2
+
+
+def test_what_a_test_says_of_a_lying_adapter() -> None:
+    with pytest.raises(AssertionError, match="does not tell the truth about free: ") as told:
+        assert_conforms(shows(WrongCounter))
+    assert '"operations": [' in str(told.value)
+    assert_conforms(NanoSubject, runs=20)
+
+
+# -- an honest adapter over an engine that is wrong ----------------------------------------------
+
+WRONG = (
+    "adapter-not-in-key",
+    "evicts-the-hottest",
+    "releases-ignore-steps-in-flight",
+    "writes-start-at-row-zero",
+)
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_engine_is_no_lying_adapter(fault: str) -> None:
+    with fault_by_id(fault).installed():
+        examination = examine(EngineSubject)
+    assert examination.told is None, examination.told
+    assert examination.violation is not None
