@@ -1,0 +1,68 @@
+"""``kvproof conformance``: whether an adapter tells the truth about its engine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.markup import escape
+
+from kvproof.fuzz.cli.output import EXIT_CODES, JsonOption, console, print_json
+from kvproof.fuzz.conformance import RUNS, Examination, examine
+from kvproof.invariants.case import dump_case
+from kvproof.stateful_tests.subjects import subject_factory
+
+
+def conformance(
+    subject: Annotated[
+        str, typer.Option(help="A name, or MODULE:CLASS of your own; as for kvproof check.")
+    ],
+    runs: Annotated[int, typer.Option(min=1, help="Drawn runs; each is done twice.")] = RUNS,
+    seed: Annotated[str, typer.Option(help="Where random choices start.")] = "conformance",
+    as_json: JsonOption = False,
+) -> None:
+    """Find out whether an adapter lies: about tables, events, answers, or what it declares.
+
+    Whether the engine is right does not matter here; that is what kvproof check finds out.
+    docs/adapters.md explains each kind of lie.
+
+    Example: [bold]kvproof conformance --subject my_engine.kv:MyCache[/]
+    """
+    result = examine(subject_factory(subject), runs=runs, seed=seed)
+    if as_json:
+        print_json(_fields(subject, result))
+    else:
+        _tell(subject, result)
+    if result.told is not None:
+        raise typer.Exit(EXIT_CODES["fail"])
+
+
+def _fields(subject: str, result: Examination) -> dict[str, object]:
+    told, found = result.told, result.violation
+    return {
+        "subject": subject,
+        "verdict": "pass" if told is None else "fail",
+        "lie": told and {"kind": told.lie.kind, "message": told.lie.message},
+        "case": told and told.case and msgspec.json.decode(dump_case(told.case)),
+        "violation": found and {"property": found.property, "message": found.message},
+        "operations": result.operations,
+    }
+
+
+def _tell(subject: str, result: Examination) -> None:
+    told, found = result.told, result.violation
+    if told is None:
+        console.print(
+            f"[bold green]PASS[/] {escape(subject)} tells what is so, in "
+            f"{result.operations:,} operations."
+        )
+    else:
+        console.print(f"[bold red]FAIL[/] {escape(subject)} does not tell the truth about")
+        console.print(str(told), markup=False)
+    if found is not None:
+        console.print(
+            f"The engine itself is another matter: {found.property}, {found.message}.  See "
+            f"kvproof check --subject {subject}",
+            markup=False,
+        )

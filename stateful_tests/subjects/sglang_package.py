@@ -1,0 +1,144 @@
+"""What of SGLang 0.5.23 its adapter uses: the real package, unmodified, on CPU.
+
+SGLang is imported when the first subject is built, not with this module.  Three things around it
+are the adapter's:
+
+* **A clock that counts.**  The radix tree ranks nodes by ``time.monotonic()``.  Here each look at
+  the clock is one later than the one before, so that a case replays exactly.
+* **A configuration without a model**, which SGLang's own functions ask for, with an attention
+  backend that writes tables in plain torch.
+* **Two operators of torchvision.**  SGLang takes names only from torchvision on this way, but a
+  build for CUDA cannot be imported beside torch for the CPU: its library is not loaded, and then
+  it describes two operators that there are not.  They are declared, without a kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
+from typing import Any
+
+from kvproof.invariants.subject import Configuration
+from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
+
+SUPPORTED = "0.5.23"
+"""The version whose internals the adapter knows."""
+
+NAME = "sglang:radix"
+
+_UNDECLARED = ("nms", "qnms")
+_SIGNATURE = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+
+
+@lru_cache(maxsize=1)
+def load_sglang() -> Sglang:
+    """Import SGLang, once per process; raises SubjectUnavailable where that cannot be."""
+    try:
+        found = version("sglang")
+    except PackageNotFoundError:
+        raise SubjectUnavailable(
+            f"the subject {NAME} needs SGLang {SUPPORTED}, which is not installed: "
+            "see requirements-sglang.txt"
+        ) from None
+    if found != SUPPORTED:
+        raise SubjectUnavailable(
+            f"the subject {NAME} needs SGLang {SUPPORTED}, but {found} is installed"
+        )
+    try:
+        return Sglang()
+    except ImportError as error:
+        raise SubjectUnavailable(
+            f"the subject {NAME}: SGLang {found} cannot be imported ({error}): "
+            "see requirements-sglang.txt"
+        ) from error
+
+
+class Counter:
+    """A clock for exact replays: later at each look, by one."""
+
+    def __init__(self) -> None:
+        self.monotonic: Callable[[], int] = count(1).__next__
+        self.perf_counter: Callable[[], float] = lambda: 0.0
+
+
+class Sglang:
+    """The names of SGLang that the adapter uses."""
+
+    def __init__(self) -> None:
+        # Nobody asked for SGLang's log, or a look at a model hub.
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        logging.getLogger("sglang").setLevel(logging.CRITICAL)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _import_torchvision()
+            self._import()
+
+    def _import(self) -> None:
+        import torch
+        from sglang.srt import runtime_context
+        from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req, release_req
+        from sglang.srt.mem_cache import allocation, common, radix_cache
+        from sglang.srt.mem_cache.allocator import (
+            PagedTokenToKVPoolAllocator,
+            TokenToKVPoolAllocator,
+        )
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+        from sglang.srt.sampling.sampling_params import SamplingParams
+        from sglang.srt.server_args import ServerArgs
+
+        radix_cache.time = Counter()
+        arguments = ServerArgs(model_path="dummy", attention_backend="torch_native")
+        runtime_context.publish(arguments, role="scheduler")
+        self.tensor = torch.tensor
+        self.dtype = torch.float32
+        self.allocation = allocation
+        self.common = common
+        self.tree = radix_cache.RadixCache
+        self.token_allocator = TokenToKVPoolAllocator
+        self.page_allocator = PagedTokenToKVPoolAllocator
+        self.evict_params = EvictParams
+        self.init_params = CacheInitParams
+        self.rows = ReqToTokenPool
+        self.request = Req
+        self.release_req = release_req
+        self.finished = FINISH_LENGTH
+        self.sampling = SamplingParams(max_new_tokens=1)
+
+    def new_tree(self, configuration: Configuration) -> Any:
+        """A tree over an allocator with one page per block, and a row for each running request."""
+        page, slots = configuration.block_size, configuration.blocks * configuration.block_size
+        pool = (self.dtype, "cpu", None, False)
+        return self.tree(
+            self.init_params(
+                disable=not configuration.prefix_caching,
+                req_to_token_pool=self.rows(configuration.requests, slots, "cpu", False),
+                token_to_kv_pool_allocator=self.token_allocator(slots, *pool)
+                if page == 1
+                else self.page_allocator(slots, page, *pool),
+                page_size=page,
+                eviction_policy="lru",
+            )
+        )
+
+
+def _import_torchvision() -> None:
+    """torchvision, whichever build it is."""
+    try:
+        import_module("torchvision")
+    except RuntimeError:  # an operator that it describes does not exist
+        import torch
+
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        for name in _UNDECLARED:
+            torch.library.define(f"torchvision::{name}", _SIGNATURE)
+        import_module("torchvision")

@@ -1,0 +1,635 @@
+"""SGLang's RadixCache as a subject, with its allocators and its table of slots.
+
+What the adapter adds is what SGLang's scheduler does around them: it keeps requests and steps, and
+calls SGLang's own functions when the scheduler does (``init_next_round_input``,
+``alloc_for_extend``, ``alloc_for_decode``, ``checkpoint_kv_cache``, ``release_kv_cache``,
+``release_req``).  Slots, rows, nodes, locks and hits are SGLang's own.
+
+How it differs, and what is made of it:
+
+* **Slots, not blocks.**  A row names a slot for each token.  A block is a page of slots, and a row
+  whose slots are not those of whole pages is an error.  Page 0 is SGLang's dummy.
+* **Rows are a pool, too.**  That each is free or a running request's is seen to here: a view shows
+  no rows, so a lost one is an error.
+* **No reference counts.**  A page belongs to the tree, to one row, or to nobody.  Of a page in the
+  tree the count is its node's ``lock_ref``, since a request locks the path that its row begins
+  with; of a page that rows own, the number of those rows.
+* **Prompts are published when they are computed, the rest at the end.**  A step that computes part
+  of a prompt (or of what a request was resumed with) ends with a checkpoint; steps that decode
+  do not.
+* **A checkpoint rewrites the row.**  Pages that the tree has already are freed, and the row names
+  the tree's: the events are ``BlockMerged``.
+* **Whole leaves are evicted**, so an eviction may take more than it was asked for.
+* **Nothing is fenced.**  Steps run in the order of one stream, and a request may end, be retracted
+  or be merged while a step in flight still names its slots.
+* **A prompt has slots as a whole from its admission on**; the budget of a step only cuts what is
+  computed.
+* A salt is a ``cache_salt``, an adapter a ``lora_id``.  A media item is values of its own in the
+  tokens, as SGLang writes them there before the tree sees them.  Fork is not a capability: parallel
+  samples are separate requests.
+* The tree has no keys of pages: a page's key here is a digest of what stands on its path.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from functools import lru_cache
+from hashlib import blake2b
+from io import StringIO
+from itertools import groupby
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from kvproof.invariants.events import (
+    BlockMerged,
+    BlocksAllocated,
+    BlocksEvicted,
+    BlocksPublished,
+    BlocksReleased,
+    BlocksReused,
+    Event,
+    RequestAborted,
+    RequestAdmitted,
+    RequestFinished,
+    RequestGrown,
+    RequestPreempted,
+    RequestResumed,
+    RequestsDecoded,
+    StepItem,
+    StepLaunched,
+    StepRetired,
+)
+from kvproof.invariants.operations import (
+    KINDS,
+    Abort,
+    Admit,
+    Decode,
+    Evict,
+    Finish,
+    Grow,
+    Launch,
+    Operation,
+    Preempt,
+    Reset,
+    Resume,
+    Retire,
+)
+from kvproof.invariants.outcomes import (
+    BLOCKS_IN_USE,
+    LARGER_THAN_POOL,
+    NO_FREE_BLOCKS,
+    NOTHING_TO_RUN,
+    RUN_AHEAD_LIMIT,
+    SKIPPED,
+    TOO_MANY_REQUESTS,
+    Outcome,
+)
+from kvproof.invariants.prompts import clip_media, prompt_length, prompt_tokens, sampled_tokens
+from kvproof.invariants.subject import Configuration, Semantics
+from kvproof.invariants.view import Standing
+from kvproof.stateful_tests.subjects.sglang_package import NAME, load_sglang
+
+_MEDIA_SHIFT = 22
+"""Of an item's number in the values of its tokens: an item is shorter than 1 << 22 tokens."""
+
+_by_number = attrgetter("number")
+
+
+class _Live:
+    """A live request: SGLang's object, and how far steps have come with it."""
+
+    __slots__ = ("asked", "computed", "epoch", "number", "request", "running", "scheduled")
+
+    def __init__(self, number: int, request: Any) -> None:
+        self.number = number
+        self.request = request
+        self.running = False
+        self.asked = 0
+        """Tokens that it was admitted or resumed with."""
+        self.computed = 0
+        """Tokens that retired steps computed, or that a hit brought …"""
+        self.scheduled = 0
+        """… or that steps in flight compute."""
+        self.epoch = 0
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.origin_input_ids)
+
+    @property
+    def length(self) -> int:
+        return self.prompt_length + len(self.request.output_ids)
+
+
+class _Batch(SimpleNamespace):
+    """What SGLang's allocation reads of a batch of requests."""
+
+    device = "cpu"
+    hisparse_coordinator = None
+    model_config = SimpleNamespace(is_encoder_decoder=False)
+
+    def maybe_evict_swa(self) -> None:
+        """There are no sliding windows."""
+
+    def is_dllm(self) -> bool:
+        return False
+
+
+class SglangRadixView:
+    """SGLang's state as it is; requests, their progress and steps are the adapter's."""
+
+    def __init__(self, subject: SglangRadixSubject) -> None:
+        self._subject = subject
+
+    def free_count(self, group: int) -> int:
+        return self._subject.free_pages()
+
+    def ref_counts(self, group: int) -> Sequence[int]:
+        subject = self._subject
+        counts = [0] * (subject.configuration.blocks + 1)
+        for node, pages in subject.nodes():
+            for page in pages:
+                counts[page] += node.lock_ref
+        for live in subject.running:
+            owned = live.request.kv.cache_protected_len // subject.configuration.block_size
+            for page in subject.table(live)[owned:]:
+                counts[page] += 1
+        return counts
+
+    def free_blocks(self, group: int) -> Sequence[int]:
+        free: list[int] = self._subject.allocator.get_all_free_pages().tolist()
+        for node, pages in self._subject.nodes():
+            free += pages if node.lock_ref == 0 else ()
+        return free
+
+    def index(self, group: int) -> Mapping[bytes, Sequence[int]]:
+        found: dict[bytes, list[int]] = {}
+        for page, key in self._subject.keys_in_tree().items():
+            found.setdefault(key, []).append(page)
+        return found
+
+    def requests(self) -> Sequence[int]:
+        return list(self._subject.live)
+
+    def standing(self, request: int) -> Standing:
+        found = self._subject.live[request]
+        rows = len(self._subject.table(found))
+        return "running" if found.running else "preempted", found.length, found.computed, (rows,)
+
+    def table(self, request: int, group: int) -> Sequence[int]:
+        return self._subject.table(self._subject.live[request])
+
+    def steps_in_flight(self) -> Sequence[int]:
+        return [step.step for step in self._subject.steps]
+
+    def metrics(self) -> Mapping[str, int]:
+        return {}
+
+    def request_metrics(self, request: int) -> Mapping[str, int]:
+        return {}
+
+
+class SglangRadixSubject:
+    """Drives one RadixCache as SGLang's scheduler would, one operation at a time.
+
+    Raises SubjectUnavailable where SGLang 0.5.23 is not installed.
+    """
+
+    name = NAME
+    capabilities = frozenset(KINDS) - {"fork", "reserve"}
+    semantics = Semantics(
+        groups=1,
+        reserved=(0,),
+        publishes="at_release",
+        duplicates="merged",
+        fences_releases=False,
+        stream_order=True,
+        release_order="any",
+        eviction_order="any",
+        exact_admission=True,
+        exact_eviction=False,
+        slots=False,
+        swaps=False,
+    )
+
+    def __init__(self, configuration: Configuration) -> None:
+        self.configuration = configuration
+        self._sglang = load_sglang()
+        self.tree = self._sglang.new_tree(configuration)
+        self.allocator = self.tree.token_to_kv_pool_allocator
+        self.rows = self.tree.req_to_token_pool
+        self.live: dict[int, _Live] = {}
+        """Live requests by number; numbers count admissions."""
+        self.running: list[_Live] = []
+        """By number, which is the order of first admission."""
+        self.preempted: list[_Live] = []
+        self.steps: deque[StepLaunched] = deque()
+        """In flight, oldest first."""
+        self._events: list[Event] = []
+        self._keys: dict[int, bytes] = {}
+        """Pages in the tree, and the key under which each was told as published."""
+        self._next_request = 0
+        self._next_step = 0
+        self._view = SglangRadixView(self)
+        self._handlers: dict[type[Operation], Callable[[Any], Outcome]] = {
+            Admit: self._admit,
+            Grow: self._grow,
+            Decode: self._decode,
+            Finish: self._finish,
+            Abort: self._abort,
+            Evict: self._evict,
+            Reset: self._reset,
+            Preempt: self._preempt,
+            Resume: self._resume,
+            Launch: self._launch,
+            Retire: self._retire,
+        }
+
+    def apply(self, operation: Operation) -> Outcome:
+        handler = self._handlers.get(operation.__class__)
+        if handler is None:
+            return SKIPPED
+        outcome = handler(operation)
+        free, running = self.rows.available_size(), len(self.running)
+        if free + running != self.configuration.requests:
+            raise ValueError(f"{free} rows are free while {running} requests run")
+        return outcome
+
+    def drain_events(self) -> Sequence[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def view(self) -> SglangRadixView:
+        return self._view
+
+    # -- what SGLang has ---------------------------------------------------------------------------
+
+    def free_pages(self) -> int:
+        """As its scheduler counts them: free, or in the tree and not locked."""
+        tokens: int = self.allocator.available_size() + self.tree.evictable_size()
+        return tokens // self.configuration.block_size
+
+    def table(self, live: _Live) -> list[int]:
+        """The pages that a request's row names."""
+        kv = live.request.kv
+        return self._row(kv.req_pool_idx, kv.kv_allocated_len) if kv.holds_kv else []
+
+    def _row(self, row: int, tokens: int) -> list[int]:
+        return self._pages(self.rows.req_to_token[row, :tokens].tolist())
+
+    def _pages(self, slots: list[int]) -> list[int]:
+        size = self.configuration.block_size
+        pages = [slot // size for slot in slots[::size]]
+        whole = [page * size + offset for page in pages for offset in range(size)]
+        if slots != whole[: len(slots)]:
+            raise ValueError(f"slots {slots} are not those of whole pages of {size}")
+        return pages
+
+    def nodes(self) -> list[tuple[Any, list[int]]]:
+        """The nodes of the tree, parents first, each with its pages."""
+        found, stack = [], list(self.tree.root_node.children.values())
+        while stack:
+            node = stack.pop()
+            found.append((node, self._pages(node.value.tolist())))
+            stack += node.children.values()
+            if len(found) > self.configuration.blocks:
+                raise ValueError("the tree has more nodes than there are pages")
+        return found
+
+    def keys_in_tree(self) -> dict[int, bytes]:
+        """Page by page what is findable, heads before their extensions."""
+        size = self.configuration.block_size
+        keys: dict[int, bytes] = {}
+        last = {self.tree.root_node: b""}
+        for node, pages in self.nodes():
+            tokens, key = node.key.token_ids, last[node.parent]
+            key = key or _root_key(node.key.extra_key, node.key.cache_salt)
+            for row, page in enumerate(pages):
+                key = keys[page] = _page_key(key, tokens[row * size : (row + 1) * size].tobytes())
+            last[node] = key
+        return keys
+
+    def _rows(self, tokens: int) -> int:
+        return -(-tokens // self.configuration.block_size)
+
+    # -- admission ---------------------------------------------------------------------------------
+
+    def _admit(self, operation: Admit) -> Outcome:
+        length = prompt_length(operation.prompt)
+        refusal = self._refusal(length)
+        if refusal:
+            return Outcome("refused", refusal)
+        live = _Live(self._next_request, self._new_request(operation))
+        if not self._place(live):
+            return Outcome("refused", NO_FREE_BLOCKS)
+        self._next_request += 1
+        self.live[live.number] = live
+        self.running.append(live)
+        self._events.append(RequestAdmitted(live.number, length, live.computed))
+        return Outcome("done", None, live.number, live.computed)
+
+    def _new_request(self, operation: Admit) -> Any:
+        tokens = array("q", prompt_tokens(operation.prompt, operation.media))
+        for item in clip_media(operation.media, len(tokens)):
+            for offset in range(item.length):
+                tokens[item.start + offset] = -1 - (item.item << _MEDIA_SHIFT | offset)
+        return self._sglang.request(
+            rid=f"request-{self._next_request}",
+            origin_input_text="",
+            origin_input_ids=tokens,
+            sampling_params=self._sglang.sampling,
+            lora_id=f"adapter-{operation.adapter}" if operation.adapter else None,
+            cache_salt=f"salt-{operation.salt}" if operation.salt else None,
+        )
+
+    def _resume(self, operation: Resume) -> Outcome:
+        live = _pick(self.preempted, operation.request)
+        if live is None:
+            return SKIPPED
+        refusal = self._refusal(live.length)
+        if refusal is None and not self._place(live):
+            refusal = NO_FREE_BLOCKS
+        if refusal:
+            return Outcome("refused", refusal, live.number)
+        self.preempted.remove(live)
+        insort(self.running, live, key=_by_number)
+        self._events.append(RequestResumed(live.number, live.computed))
+        return Outcome("done", None, live.number, live.computed)
+
+    def _refusal(self, length: int) -> str | None:
+        """What SGLang's scheduler checks before it looks at the tree."""
+        if len(self.running) >= self.configuration.requests:
+            return TOO_MANY_REQUESTS
+        if self._rows(length) > self.configuration.blocks:
+            return LARGER_THAN_POOL
+        return None
+
+    def _place(self, live: _Live) -> bool:
+        """Match and lock the prefix, and take slots for the rest; False if they are not there."""
+        request = live.request
+        request.init_next_round_input(self.tree)
+        hits = request.prefix_len // self.configuration.block_size
+        # The hits are protected from here on, and do not count as free.
+        lock = self.tree.lock(request.last_node)
+        if self._rows(live.length) - hits > self.free_pages():
+            self.tree.unlock(lock)
+            return False
+        request.lock = lock
+        live.computed = live.scheduled = request.prefix_len
+        self._extend(live, live.length)
+        live.asked = live.length
+        live.running = True
+        if hits:
+            self._events.append(BlocksReused(0, live.number, 0, self.table(live)[:hits]))
+        self._tell_evicted("pressure")
+        self._tell_allocated(live, hits)
+        return True
+
+    # -- slots -------------------------------------------------------------------------------------
+
+    def _extend(self, live: _Live, end: int) -> None:
+        """Slots from where the request's prefix ends, as for part of a prompt."""
+        request, tensor = live.request, self._sglang.tensor
+        request.extend_end = end
+        batch = self._batch(
+            [live],
+            prefix_lens=[request.prefix_len],
+            extend_lens=[end - request.prefix_len],
+            extend_num_tokens=end - request.prefix_len,
+            seq_lens=tensor([end]),
+            seq_lens_cpu=tensor([end]),
+        )
+        self._allocate(self._sglang.allocation.alloc_for_extend, batch)
+
+    def _step_on(self, lives: Sequence[_Live]) -> None:
+        """A slot for one more token of each, as for a batch that decodes."""
+        tensor = self._sglang.tensor
+        rows = tensor([live.request.kv.req_pool_idx for live in lives])
+        lengths = tensor([live.request.kv.kv_allocated_len for live in lives])
+        batch = self._batch(
+            lives,
+            req_pool_indices=rows,
+            req_pool_indices_cpu=rows,
+            seq_lens=lengths,
+            seq_lens_cpu=lengths,
+        )
+        self._allocate(self._sglang.allocation.alloc_for_decode, batch, 1)
+
+    def _batch(self, lives: Sequence[_Live], **fields: Any) -> _Batch:
+        return _Batch(
+            reqs=[live.request for live in lives],
+            tree_cache=self.tree,
+            req_to_token_pool=self.rows,
+            **fields,
+        )
+
+    def _allocate(self, allocate: Callable[..., object], *arguments: object) -> None:
+        with redirect_stdout(StringIO()):  # SGLang prints its tree before it raises
+            allocate(*arguments)
+
+    def _grow(self, operation: Grow) -> Outcome:
+        live = _pick(self.running, operation.request)
+        if live is None:
+            return SKIPPED
+        before, tokens = live.length, operation.tokens
+        rows = self._rows(before)
+        if self._rows(before + tokens) - rows > self.free_pages():
+            return Outcome("refused", NO_FREE_BLOCKS, live.number)
+        live.request.output_ids.extend(sampled_tokens(operation.choice, before, tokens))
+        if tokens == 1:
+            self._step_on([live])
+        else:
+            live.request.prefix_len = before
+            self._extend(live, before + tokens)
+        self._tell_evicted("pressure")
+        self._tell_allocated(live, rows)
+        self._events.append(RequestGrown(live.number, tokens))
+        return Outcome("done", None, live.number)
+
+    def _decode(self, operation: Decode) -> Outcome:
+        count = len(self.running)
+        if not count:
+            return SKIPPED
+        lives = [self.running[i] for i in dict.fromkeys(r % count for r in operation.requests)]
+        rows = [self._rows(live.length) for live in lives]
+        needed = sum([self._rows(live.length + 1) for live in lives]) - sum(rows)
+        if needed > self.free_pages():
+            return Outcome("refused", NO_FREE_BLOCKS)
+        for live in lives:
+            live.request.output_ids.extend(sampled_tokens(operation.choice, live.length, 1))
+        self._step_on(lives)
+        self._tell_evicted("pressure")
+        for live, first in zip(lives, rows, strict=True):
+            self._tell_allocated(live, first)
+        numbers = [live.number for live in lives]
+        self._events.append(RequestsDecoded(numbers))
+        return Outcome("done", children=tuple(numbers))
+
+    # -- the ways out ------------------------------------------------------------------------------
+
+    def _finish(self, operation: Finish) -> Outcome:
+        live = _pick(self.running, operation.request)
+        if live is None:
+            return SKIPPED
+        return self._end(live, RequestFinished(live.number))
+
+    def _abort(self, operation: Abort) -> Outcome:
+        live = _pick(list(self.live.values()), operation.request)
+        if live is None:
+            return SKIPPED
+        return self._end(live, RequestAborted(live.number))
+
+    def _end(self, live: _Live, event: Event) -> Outcome:
+        if live.running:
+            self._release(live)
+            self.running.remove(live)
+        else:
+            self.preempted.remove(live)
+        del self.live[live.number]
+        self._events.append(event)
+        return Outcome("done", None, live.number)
+
+    def _release(self, live: _Live) -> None:
+        """The tree keeps what is computed, unless the prompt itself is not."""
+        request, row, before = live.request, live.request.kv.req_pool_idx, self.table(live)
+        past_prompt = live.computed >= live.prompt_length
+        if past_prompt and live.computed < live.length:
+            request.finished_len = live.computed - live.prompt_length
+        request.finished_reason = self._sglang.finished(live.computed)
+        length = live.length
+        self._sglang.common.release_kv_cache(request, self.tree, checkpoint=past_prompt)
+        after = self._row(row, length)
+        self._tell_checkpoint(live, before, after)
+        self._events.append(BlocksReleased(0, live.number, after))
+
+    def _preempt(self, operation: Preempt) -> Outcome:
+        live = _pick(self.running, operation.request)
+        if live is None:
+            return SKIPPED
+        table = self.table(live)
+        self.running.remove(live)
+        self._sglang.release_req(
+            req=live.request,
+            remaing_req_count=len(self.running),
+            req_to_token_pool=self.rows,
+            token_to_kv_pool_allocator=self.allocator,
+            tree_cache=self.tree,
+            hisparse_coordinator=None,
+        )
+        insort(self.preempted, live, key=_by_number)
+        live.running = False
+        live.computed = live.scheduled = 0
+        live.epoch += 1
+        self._events.append(BlocksReleased(0, live.number, table))
+        self._tell_evicted("pressure")
+        self._events.append(RequestPreempted(live.number))
+        return Outcome("done", None, live.number)
+
+    # -- the tree ----------------------------------------------------------------------------------
+
+    def _evict(self, operation: Evict) -> Outcome:
+        tokens = operation.blocks * self.configuration.block_size
+        self.tree.evict(self._sglang.evict_params(num_tokens=tokens))
+        return Outcome("done", count=self._tell_evicted("request"))
+
+    def _reset(self, operation: Reset) -> Outcome:
+        """SGLang's flush, which is for a server that runs nothing."""
+        if self.running:
+            return Outcome("refused", BLOCKS_IN_USE)
+        self.tree.reset()
+        self.rows.clear()
+        self.allocator.clear()
+        return Outcome("done", count=self._tell_evicted("reset"))
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def _launch(self, operation: Launch) -> Outcome:
+        if len(self.steps) >= self.configuration.run_ahead:
+            return Outcome("refused", RUN_AHEAD_LIMIT)
+        left = operation.budget or 1 << 62
+        items = []
+        for live in self.running:
+            start, end = live.scheduled, min(live.length, live.scheduled + left)
+            if start < end:
+                items.append(StepItem(live.number, live.epoch, start, end, (self.table(live),)))
+                live.scheduled = end
+                left -= end - start
+        if not items:
+            return Outcome("refused", NOTHING_TO_RUN)
+        step = StepLaunched(self._next_step, items)
+        self._next_step += 1
+        self.steps.append(step)
+        self._events.append(step)
+        return Outcome("done", count=sum(item.end - item.start for item in items))
+
+    def _retire(self, operation: Retire) -> Outcome:
+        if not self.steps:
+            return SKIPPED
+        step = self.steps.popleft()
+        self._events.append(StepRetired(step.step))
+        for item in step.items:
+            live = self.live.get(item.request)
+            if live is not None and live.epoch == item.epoch:
+                live.computed = item.end
+                if item.start < live.asked:
+                    self._checkpoint(live)
+        return Outcome("done", count=len(step.items))
+
+    def _checkpoint(self, live: _Live) -> None:
+        """Part of a prompt is computed: the tree takes its full pages."""
+        request, before = live.request, self.table(live)
+        request.refresh_fill_ids()
+        request.extend_end = live.computed
+        self._sglang.common.checkpoint_kv_cache(request, self.tree)
+        self._tell_checkpoint(live, before, self.table(live))
+
+    # -- events, derived from SGLang's state -------------------------------------------------------
+
+    def _tell_allocated(self, live: _Live, first: int) -> None:
+        pages = self.table(live)[first:]
+        if pages:
+            self._events.append(BlocksAllocated(0, live.number, first, pages))
+
+    def _tell_evicted(self, cause: Literal["pressure", "request", "reset"]) -> int:
+        """Tell which pages are in the tree no longer, extensions before their heads."""
+        now = self.keys_in_tree()
+        lost = [page for page, key in self._keys.items() if now.get(page) != key][::-1]
+        if lost:
+            self._events.append(BlocksEvicted(0, lost, [self._keys[page] for page in lost], cause))
+        self._keys = {page: now[page] for page in now if page in self._keys}
+        return len(lost)
+
+    def _tell_checkpoint(self, live: _Live, before: list[int], after: list[int]) -> None:
+        """Tell which rows of a table the tree took, and which it replaced by its own pages."""
+        now = self.keys_in_tree()
+        rows = [row for row, page in enumerate(after) if page in now and page not in self._keys]
+        for _, run in groupby(enumerate(rows), lambda pair: pair[1] - pair[0]):
+            new = [row for _, row in run]
+            pages = [after[row] for row in new]
+            keys = [now[page] for page in pages]
+            self._events.append(BlocksPublished(0, live.number, new[0], pages, keys))
+        for row, (source, target) in enumerate(zip(before, after, strict=True)):
+            if source != target:
+                self._events.append(BlockMerged(0, live.number, row, source, target))
+        self._keys = now
+
+
+@lru_cache(maxsize=1024)
+def _root_key(extra_key: str | None, cache_salt: str | None) -> bytes:
+    """Where the keys of a namespace start."""
+    return blake2b(repr((extra_key, cache_salt)).encode(), digest_size=16).digest()
+
+
+@lru_cache(maxsize=1 << 16)
+def _page_key(prefix: bytes, tokens: bytes) -> bytes:
+    return blake2b(prefix + tokens, digest_size=16).digest()
+
+
+def _pick(candidates: Sequence[_Live], index: int) -> _Live | None:
+    """The k-th candidate, modulo their number."""
+    return candidates[index % len(candidates)] if candidates else None

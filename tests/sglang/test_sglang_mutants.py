@@ -1,0 +1,239 @@
+"""What the checks say of SGLang's RadixCache: nothing of the unmodified release, and of mutants
+what is wrong with them, in a short case.
+
+Needs SGLang 0.5.23 in an environment of its own: `bash .ci/sglang-env FOLDER`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+
+from kvproof.fuzz.search import abilities, found, run_once
+from kvproof.fuzz.shrink import shrink
+from kvproof.fuzz.swarm import draw_run
+from kvproof.invariants.case import Case
+from kvproof.invariants.subject import Configuration
+from kvproof.invariants.verdict import Violation
+from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
+from kvproof.stateful_tests.subjects.sglang_radix import SglangRadixSubject
+from kvproof.stateful_tests.totals import Totals
+
+try:
+    SglangRadixSubject(Configuration())
+except SubjectUnavailable as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+pytestmark = pytest.mark.sglang
+
+ABLE = abilities(SglangRadixSubject)
+
+
+def first_failure(runs: int) -> tuple[Case, Violation] | None:
+    """Of drawn runs, the first that breaks a property."""
+    totals = Totals()
+    for number in range(runs):
+        draw = draw_run(f"sglang/{number}", ABLE)
+        failure = run_once(SglangRadixSubject, draw, totals)
+        assert not totals.problems
+        if failure is not None:
+            return found("sglang:radix", draw, failure, None).case, failure[1]
+    return None
+
+
+def test_the_unmodified_release_has_no_findings() -> None:
+    assert first_failure(120) is None
+
+
+Original = Callable[..., Any]
+
+
+def locks_only_the_last_node(original: Original) -> Original:
+    def inc_lock_ref(tree: Any, node: Any) -> Any:
+        kept = node.parent
+        node.parent = tree.root_node
+        try:
+            return original(tree, node)
+        finally:
+            node.parent = kept
+
+    return inc_lock_ref
+
+
+def splits_a_locked_node_into_an_unlocked_head(original: Original) -> Original:
+    def split_node(tree: Any, key: Any, child: Any, length: int) -> Any:
+        head = original(tree, key, child, length)
+        head.lock_ref = 0
+        return head
+
+    return split_node
+
+
+def evicts_what_is_locked(original: Original) -> Original:
+    def update_leaf_status(tree: Any, node: Any) -> None:
+        locks, node.lock_ref = node.lock_ref, 0
+        try:
+            original(tree, node)
+        finally:
+            node.lock_ref = locks
+
+    return update_leaf_status
+
+
+def keeps_the_lock_of_the_last_checkpoint(original: Original) -> Original:
+    def checkpoint(tree: Any, request: Any, **up_to: int) -> None:
+        lock, request.lock = request.lock, None
+        original(tree, request, **up_to)
+        request.lock = request.lock or lock
+
+    return checkpoint
+
+
+def publishes_one_page_less(original: Original) -> Original:
+    def checkpoint(tree: Any, request: Any, up_to: int) -> None:
+        original(tree, request, up_to=max(up_to - tree.page_size, request.kv.cache_protected_len))
+
+    return checkpoint
+
+
+def frees_no_duplicates(original: Original) -> Original:
+    def insert_cache(tree: Any, request: Any, tokens: Any, **how: Any) -> Any:
+        protected = request.kv.cache_protected_len
+        request.kv.cache_protected_len = len(tokens) // tree.page_size * tree.page_size
+        try:
+            return original(tree, request, tokens, **how)
+        finally:
+            request.kv.cache_protected_len = protected
+
+    return insert_cache
+
+
+def frees_what_the_tree_took_before(original: Original) -> Original:
+    def insert_cache(tree: Any, request: Any, tokens: Any, **how: Any) -> Any:
+        protected, request.kv.cache_protected_len = request.kv.cache_protected_len, 0
+        try:
+            return original(tree, request, tokens, **how)
+        finally:
+            request.kv.cache_protected_len = protected
+
+    return insert_cache
+
+
+def leaves_the_row_as_it_was(original: Original) -> Original:
+    def write(rows: Any, indices: Any, values: Any) -> None:
+        if not (isinstance(indices[0], int) and indices[1].start):
+            original(rows, indices, values)
+
+    return write
+
+
+def counts_nothing_evictable_less(original: Original) -> Original:
+    def delete_leaf(tree: Any, node: Any) -> None:
+        original(tree, node)
+        tree.evictable_size_ += len(node.key)
+
+    return delete_leaf
+
+
+def hits_the_whole_prompt(original: Original) -> Original:
+    return lambda request, length: length
+
+
+def hits_less_than_there_is(original: Original) -> Original:
+    return lambda request, length: max(0, length - 1 - 4)
+
+
+def leaves_the_salt_out_of_the_tree(original: Original) -> Original:
+    def init(key: Any, token_ids: Any, extra_key: Any = None, *more: Any, **salt: Any) -> None:
+        original(key, token_ids, extra_key, *more, **{**salt, "cache_salt": None})
+
+    return init
+
+
+def shares_between_adapters(original: Original) -> Original:
+    def init(key: Any, token_ids: Any, extra_key: Any = None, *more: Any, **salt: Any) -> None:
+        original(key, token_ids, None, *more, **salt)
+
+    return init
+
+
+def frees_the_last_page_only_when_it_is_full(original: Original) -> Original:
+    def free_segment(allocator: Any, slots: Any, *, start_pos: int) -> None:
+        whole = len(slots) // allocator.page_size * allocator.page_size
+        original(allocator, slots[:whole], start_pos=start_pos)
+
+    return free_segment
+
+
+def hands_out_a_page_twice(original: Original) -> Original:
+    def alloc_extend(allocator: Any, *arguments: Any) -> Any:
+        before = allocator.free_pages
+        slots = original(allocator, *arguments)
+        if len(before) - len(allocator.free_pages) > 1:
+            allocator.free_pages = before[len(before) - len(allocator.free_pages) - 1 :]
+        return slots
+
+    return alloc_extend
+
+
+def forgets_what_a_stop_left_over(original: Original) -> Original:
+    return lambda request, start, end, tree: None
+
+
+def keeps_the_row_of_a_retracted_request(original: Original) -> Original:
+    def release_kv_cache(request: Any, tree: Any, *, checkpoint: bool) -> None:
+        original(request, tree, checkpoint=checkpoint)
+        if not checkpoint:
+            tree.req_to_token_pool.free_slots.pop()
+
+    return release_kv_cache
+
+
+TREE = "sglang.srt.mem_cache.radix_cache.RadixCache"
+KEY = "sglang.srt.mem_cache.radix_cache.RadixKey"
+PAGES = "sglang.srt.mem_cache.allocator.PagedTokenToKVPoolAllocator"
+ROWS = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool"
+REQUEST = "sglang.srt.managers.schedule_batch.Req"
+COMMON = "sglang.srt.mem_cache.common"
+
+MUTANTS: tuple[tuple[Callable[[Original], Original], str, set[str]], ...] = (
+    (locks_only_the_last_node, f"{TREE}.inc_lock_ref", {"REF", "CONS"}),
+    (splits_a_locked_node_into_an_unlocked_head, f"{TREE}._split_node", {"REF", "CONS"}),
+    (evicts_what_is_locked, f"{TREE}._update_leaf_status", {"PIN", "EXCL"}),
+    (keeps_the_lock_of_the_last_checkpoint, f"{TREE}.checkpoint", {"REF", "CONS"}),
+    (publishes_one_page_less, f"{TREE}.checkpoint", {"VALID"}),
+    (frees_no_duplicates, f"{TREE}._insert_cache", {"CONS"}),
+    (frees_what_the_tree_took_before, f"{TREE}._insert_cache", {"CONS"}),
+    (leaves_the_row_as_it_was, f"{ROWS}.write", {"EXCL"}),
+    (counts_nothing_evictable_less, f"{TREE}._delete_leaf", {"CONS"}),
+    # SGLang cannot extend a request by nothing.
+    (hits_the_whole_prompt, f"{REQUEST}._compute_max_prefix_len", {"CAP", "CRASH"}),
+    (hits_less_than_there_is, f"{REQUEST}._compute_max_prefix_len", {"CAP"}),
+    (leaves_the_salt_out_of_the_tree, f"{KEY}.__init__", {"KEY", "CAP", "PROV"}),
+    (shares_between_adapters, f"{KEY}.__init__", {"KEY", "CAP", "PROV"}),
+    (frees_the_last_page_only_when_it_is_full, f"{PAGES}.free_segment", {"CONS"}),
+    (hands_out_a_page_twice, f"{PAGES}.alloc_extend", {"CONS", "EXCL"}),
+    (forgets_what_a_stop_left_over, f"{COMMON}._release_overallocated_kv_indices", {"CONS"}),
+    (keeps_the_row_of_a_retracted_request, f"{COMMON}.release_kv_cache", {"CRASH"}),
+)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "target", "properties"), MUTANTS, ids=[mutant[0].__name__ for mutant in MUTANTS]
+)
+def test_a_mutant_of_sglang_is_found_and_shrunk(
+    monkeypatch: pytest.MonkeyPatch,
+    mutate: Callable[[Original], Original],
+    target: str,
+    properties: set[str],
+) -> None:
+    monkeypatch.setattr(target, mutate(resolve_name(target)))
+    failure = first_failure(200)
+    assert failure is not None, "not found"
+    shrunk = shrink(failure[0], seconds_max=60)
+    assert shrunk is not None
+    assert shrunk.violation.property in properties, shrunk.violation
+    assert len(shrunk.case.operations) <= 12
