@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from random import Random
 
-from kvproof.invariants.operations import Abort, AnyOperation, Arrive, Run, Segment
+from kvproof.invariants.operations import Abort, AnyOperation, Arrive, Reset, Run, Segment
 from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.subject import Configuration
 
 PRESSURE_SHARE = 0.5
 """Of the runs of such a scheduler."""
+RESETS_SHARE = 0.2
+"""Of the runs of one that can reset its prefix cache."""
 _FEATURES = ("pressure", "priorities", "long")
 
 
@@ -26,7 +28,7 @@ def draw_pressure(rng: Random) -> tuple[Configuration, tuple[str, ...], list[Any
     configuration = Configuration(
         blocks=blocks,
         block_size=size,
-        run_ahead=1,
+        run_ahead=2,  # where the scheduler schedules ahead
         scheduling=Limits(token_budget=rng.choice((3, 4, 6, 8)) * size),
     )
     aborts = rng.choice((0.0, 0.0, 0.1))
@@ -49,3 +51,15 @@ def _arrive(rng: Random, configuration: Configuration) -> Arrive:
         output=1 + int(rng.random() * 3 * size),
         priority=int(rng.random() * 3) + 2 * long,
     )
+
+
+def with_resets(rng: Random, operations: list[AnyOperation]) -> list[AnyOperation]:
+    """The same run, with resets of the prefix cache in between, now and then."""
+    if rng.random() >= RESETS_SHARE:
+        return operations
+    mixed: list[AnyOperation] = []
+    for operation in operations:
+        mixed.append(operation)
+        if rng.random() < 0.1:
+            mixed.append(Reset(running=rng.random() < 0.7))
+    return mixed

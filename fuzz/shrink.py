@@ -452,6 +452,7 @@ def _weight(value: Any) -> int:
     if isinstance(value, Arrive):
         # Output tokens weigh more than those of a prompt: each takes an iteration.
         numbers = 3 * value.output + value.max_tokens + value.priority + value.salt
+        numbers += 5 * (value.samples - 1)
         return 1 + _weight(value.prompt) + numbers + (value.at_ns > 0)
     if isinstance(value, Struct):
         return 1 + sum(
@@ -552,6 +553,10 @@ def _without_early_stop(operation: AnyOperation) -> AnyOperation:
     return replace(operation, max_tokens=0) if isinstance(operation, Arrive) else operation
 
 
+def _without_samples(operation: AnyOperation) -> AnyOperation:
+    return replace(operation, samples=1) if isinstance(operation, Arrive) else operation
+
+
 def _without_budget(operation: AnyOperation) -> AnyOperation:
     return replace(operation, budget=0) if isinstance(operation, Launch) else operation
 
@@ -572,6 +577,7 @@ _SIMPLIFICATIONS: tuple[Callable[[AnyOperation], AnyOperation], ...] = (
     _without_priority,
     _without_times,
     _without_early_stop,
+    _without_samples,
 )
 
 _TIERS = ("host_blocks", "offload", "disk_blocks")

@@ -13,7 +13,9 @@ from random import Random
 
 from msgspec import Struct
 
-from kvproof.fuzz.pressure_swarm import PRESSURE_SHARE, draw_pressure
+from kvproof.fuzz.host_swarm import HOST_SHARE, draw_host
+from kvproof.fuzz.pressure_swarm import PRESSURE_SHARE, draw_pressure, with_resets
+from kvproof.fuzz.sample_swarm import SAMPLES_SHARE, draw_samples
 from kvproof.fuzz.scheduler_swarm import draw_configuration, draw_features, draw_operations
 from kvproof.fuzz.tier_swarm import (
     TIER_FEATURES,
@@ -93,22 +95,41 @@ class Draw(Struct, frozen=True):
     operations: list[AnyOperation]
 
 
+def _draw_scheduling(
+    seed: str, rng: Random, capabilities: frozenset[str]
+) -> tuple[Configuration, tuple[str, ...], list[AnyOperation]]:
+    """A run of a scheduler."""
+    if "wait" not in capabilities:
+        pressure = Random(f"{seed}: pressure")
+        if pressure.random() < PRESSURE_SHARE:
+            return draw_pressure(pressure)
+    features = draw_features(rng)
+    configuration = draw_configuration(rng, features)
+    return configuration, features, draw_operations(rng, configuration, features)
+
+
 def draw_run(seed: str, capabilities: frozenset[str], *, tiers_share: float = TIERS_SHARE) -> Draw:
     """The run number ``seed``: the same on every machine.
 
     ``capabilities``: of the subject, and the names of its features.  Of runs of a subject that is
-    capable of them, ``tiers_share`` have tiers; the others are the same whether it is or not.
+    capable of them, ``tiers_share`` have tiers, or all if it is nothing without; the others are the
+    same whether it is or not.  Half of the former are narrow ones.
     Schedulers of others, which have no virtual time to wait for, are put under pressure, too.
     """
     rng, tiers_rng = Random(seed), Random(f"{seed}: tiers")
-    if "arrive" in capabilities and "wait" not in capabilities:
-        pressure = Random(f"{seed}: pressure")
-        if pressure.random() < PRESSURE_SHARE:
-            return Draw(seed, *draw_pressure(pressure))
+    if "samples" in capabilities:
+        samples = Random(f"{seed}: samples")
+        if samples.random() < SAMPLES_SHARE:
+            return Draw(seed, *draw_samples(samples))
+    if "needs-host" in capabilities:
+        host = Random(f"{seed}: host")
+        if host.random() < HOST_SHARE:
+            return Draw(seed, *draw_host(host))
     if "arrive" in capabilities:
-        features = draw_features(rng)
-        configuration = draw_configuration(rng, features)
-        return Draw(seed, configuration, features, draw_operations(rng, configuration, features))
+        configuration, features, operations = _draw_scheduling(seed, rng, capabilities)
+        if "reset" in capabilities:
+            operations = with_resets(Random(f"{seed}: resets"), operations)
+        return Draw(seed, configuration, features, operations)
     features = tuple(
         name
         for name in _CACHE_FEATURES
@@ -120,9 +141,11 @@ def draw_run(seed: str, capabilities: frozenset[str], *, tiers_share: float = TI
         for kind in _BASE_WEIGHTS
         if kind in capabilities
     }
-    tiered = "tiers" in capabilities and tiers_rng.random() < tiers_share
+    tiered = "needs-host" in capabilities or (
+        "tiers" in capabilities and tiers_rng.random() < tiers_share
+    )
     if tiered:
-        features = with_tier_features(tiers_rng, features)
+        features = with_tier_features(tiers_rng, features, capabilities)
         configuration = draw_tiers(tiers_rng, configuration, features)
     plain = _Arguments(rng, configuration, features).draws
     length = rng.choice(_LENGTHS)

@@ -188,10 +188,13 @@ Draws = dict[str, Callable[[], AnyOperation]]
 """By kind: draws an operation's arguments."""
 
 
-def with_tier_features(rng: Random, features: tuple[str, ...]) -> tuple[str, ...]:
-    """The features of a run, if it has tiers."""
+def with_tier_features(
+    rng: Random, features: tuple[str, ...], capabilities: frozenset[str]
+) -> tuple[str, ...]:
+    """The features of a run, if it has tiers; what cannot restart a disk has none."""
     kept = [name for name in features if name not in _DISTINCT or rng.random() < 0.5]
-    return (*kept, "tiers", *(name for name, share in _SHARES.items() if rng.random() < share))
+    drawn = [name for name, share in _SHARES.items() if rng.random() < share]
+    return (*kept, "tiers", *(n for n in drawn if n != "disk" or "restart" in capabilities))
 
 
 def draw_tiers(

@@ -17,8 +17,10 @@ from operator import attrgetter
 
 from kvproof.invariants.events import (
     BlockCopied,
+    BlockMerged,
     BlocksAllocated,
     BlocksEvicted,
+    BlocksOutlived,
     BlocksPublished,
     BlocksReleased,
     BlocksReused,
@@ -60,6 +62,7 @@ class RequestModel:
 
     __slots__ = (
         "allocated",
+        "asked",
         "cached_tokens",
         "computed",
         "departing",
@@ -88,6 +91,8 @@ class RequestModel:
         """Rank of its first admission."""
         self.tags = tags
         self.input_tokens = len(tags)
+        self.asked = self.input_tokens
+        """Tokens that it was admitted or resumed with, the latest time."""
         self.cached_tokens = 0
         self.computed = 0
         self.scheduled = 0
@@ -337,6 +342,57 @@ class GroupBooks:
                 self.unstored.pop(block, None)
 
 
+class PooledBooks(GroupBooks):
+    """Ledger of a group that shares its pool with others: all but its keys is the pool's."""
+
+    __slots__ = ("group_of", "pool")
+
+    def __init__(self, group: int, usable: int, ids: int) -> None:
+        super().__init__(group, usable, ids)
+        self.group_of: dict[int, int] = {}
+        """The group in which a block became findable last."""
+        self.pool: list[GroupBooks] = [self]
+        """The ledgers of all groups."""
+
+    def share(self, first: GroupBooks) -> None:
+        """What is known of a block is known in all groups."""
+        assert isinstance(first, PooledBooks)
+        for name in _OF_THE_POOL:
+            setattr(self, name, getattr(first, name))
+        self.pool.append(self)
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        super().hold(blocks)
+        self._agree()
+
+    def drop(self, blocks: Sequence[int]) -> None:
+        super().drop(blocks)
+        self._agree()
+
+    def publish(self, blocks: Sequence[int], keys: Sequence[bytes], tags: Sequence[int]) -> None:
+        super().publish(blocks, keys, tags)
+        self.group_of.update(dict.fromkeys(blocks, self.group))
+
+    def _agree(self) -> None:
+        for group in self.pool:
+            group.referenced, group.free = self.referenced, self.free
+
+
+_OF_THE_POOL = (
+    "refs",
+    "held",
+    "key_of",
+    "blocks_of",
+    "tag_of",
+    "cached_free",
+    "evicting",
+    "owed",
+    "group_of",
+    "pool",
+)
+"""Of a shared pool, by block."""
+
+
 class Books:
     """All books of one run."""
 
@@ -345,9 +401,13 @@ class Books:
         self.semantics = semantics
         self.block_size = configuration.block_size
         ids = configuration.blocks + len(semantics.reserved)
+        ledger = PooledBooks if semantics.shared_pool else GroupBooks
         self.groups = [
-            GroupBooks(group, configuration.blocks, ids) for group in range(semantics.groups)
+            ledger(group, configuration.blocks, ids) for group in range(semantics.groups)
         ]
+        for group in self.groups[1:]:
+            if isinstance(group, PooledBooks):
+                group.share(self.groups[0])
         self.requests: dict[int, RequestModel] = {}
         self.known: dict[int, RequestModel] = {}
         """Live requests, and those that the present operation ended."""
@@ -397,7 +457,9 @@ class Books:
             BlocksReused: self._blocks_reused,
             BlocksShared: self._blocks_shared,
             BlockCopied: self._block_copied,
+            BlockMerged: self._block_merged,
             BlocksReleased: self._blocks_released,
+            BlocksOutlived: self._blocks_outlived,
             ReleaseFenced: self._release_fenced,
             BlocksPublished: self._blocks_published,
             BlocksEvicted: self._blocks_evicted,
@@ -504,6 +566,7 @@ class Books:
             child = RequestModel(number, self._entered, parent.tags[:], len(self.groups))
             child.computed = child.scheduled = parent.computed
             child.outdated = parent.outdated
+            child.slots = min(parent.slots, child.slots)
             child.verified = parent.verified[:]
             self._enter(child)
 
@@ -538,6 +601,7 @@ class Books:
         self.preempted.remove(request)
         insort(self.running, request, key=_by_order)
         request.running = True
+        request.asked = len(request.tags)
         # What was swapped out counts when the copy back has ended.
         request.computed = request.scheduled = 0 if request.swapped else outcome.cached_tokens
         if self.tiers is not None and not request.swapped:
@@ -567,6 +631,10 @@ class Books:
         assert outcome.request is not None
         return self.requests[outcome.request]
 
+    def written(self, request: RequestModel) -> int:
+        """Tokens whose KV is there for any step that is launched now."""
+        return request.scheduled if self.semantics.stream_order else request.computed
+
     # -- block events: the ownership ledger -----------------------------------------------------
     #
     # An event about an unknown request is noted for LIFE to report, and passed over.
@@ -587,13 +655,16 @@ class Books:
                 self.strays.append(event)
             table += event.blocks
         if group.evicting:
-            group.evicting = []
+            group.evicting.clear()
 
     def _blocks_reused(self, event: BlocksReused) -> None:
         self.groups[event.group].hold(event.blocks)
         request = self._known(event, event.request)
         if request is not None:
             table = request.tables[event.group]
+            if self.semantics.windows:
+                # What is behind the window need not be found.
+                table += self.semantics.reserved[:1] * (event.row - len(table))
             if event.row != len(table):
                 self.strays.append(event)
             table += event.blocks
@@ -609,13 +680,24 @@ class Books:
         group.hold((event.target,))
         group.drop((event.source,))
         if group.evicting:
-            group.evicting = []
+            group.evicting.clear()
+        self._replaced(event)
+
+    def _block_merged(self, event: BlockMerged) -> None:
+        group = self.groups[event.group]
+        group.hold((event.target,))
+        group.drop((event.source,))
+        self._replaced(event)
+
+    def _replaced(self, event: BlockCopied | BlockMerged) -> None:
+        """Another block is named in the table."""
         request = self._known(event, event.request)
         if request is None:
             return
         # A new list: steps in flight may refer to the old one.
         table = request.tables[event.group] = request.tables[event.group][:]
-        table[event.row] = event.target
+        if event.row < len(table):  # EXCL
+            table[event.row] = event.target
         changed = event.row * self.block_size
         request.verified[event.group] = min(request.verified[event.group], changed)
         request.trusted_rows[event.group] = min(request.trusted_rows[event.group], event.row)
@@ -629,6 +711,22 @@ class Books:
             request = self._known(event, event.request)
             if request is not None:
                 request.tables[event.group] = []
+                request.launched = 0
+
+    def _blocks_outlived(self, event: BlocksOutlived) -> None:
+        self.groups[event.group].drop(event.blocks)
+        request = self._known(event, event.request)
+        if request is not None:
+            nobodys, gone = self.semantics.reserved[0], set(event.blocks)
+            # A new list: steps in flight may refer to the old one.
+            request.tables[event.group] = [
+                nobodys if block in gone else block for block in request.tables[event.group]
+            ]
+
+    def window(self, group: int) -> int:
+        """Tokens that attention of this group looks back on, itself included; 0 for all."""
+        windows = self.semantics.windows
+        return windows[group] if windows else 0
 
     def _release_fenced(self, event: ReleaseFenced) -> None:
         """The tables move from the request to the step; references stay."""
@@ -650,8 +748,9 @@ class Books:
         if self.tiers is not None:
             self.tiers.published(group, event.blocks, tags)
         if self.semantics.publishes == "at_allocation":
+            written = self.written(request)
             for block, owed_row in zip(event.blocks, range(row, row + len(tags)), strict=False):
-                if (owed_row + 1) * size > request.computed:
+                if (owed_row + 1) * size > written:
                     group.owed[block] = (request, owed_row)
 
     def _blocks_evicted(self, event: BlocksEvicted) -> None:

@@ -123,6 +123,8 @@ class Checker:
         self.books = Books(configuration, semantics)
         ids = configuration.blocks + len(semantics.reserved)
         shadows = [Shadow(ids, configuration.block_size) for _ in range(semantics.groups)]
+        if semantics.shared_pool:
+            shadows = shadows[:1] * semantics.groups
         self.violations: list[Violation] = []
         self.operations = 0
         self.audits = 0

@@ -58,6 +58,19 @@ class BlockCopied(Event, frozen=True, gc=False):
     tokens: int
 
 
+class BlockMerged(Event, frozen=True, gc=False):
+    """De-duplication: ``target``, findable with the same content, replaces ``source`` in the table.
+
+    ``target`` has one more reference; ``source`` lost this request's.
+    """
+
+    group: int
+    request: int
+    row: int
+    source: int
+    target: int
+
+
 class BlocksReleased(Event, frozen=True, gc=False):
     """A whole table was given back, in the order of ``blocks``; each lost one reference.
 
@@ -68,6 +81,10 @@ class BlocksReleased(Event, frozen=True, gc=False):
     request: int
     blocks: Sequence[int]
     step: int | None = None
+
+
+class BlocksOutlived(BlocksReleased, frozen=True, gc=False):
+    """Blocks behind the group's window were given back; the table names a reserved block there."""
 
 
 class ReleaseFenced(Event, frozen=True, gc=False):
@@ -276,7 +293,9 @@ AnyEvent = (
     | BlocksReused
     | BlocksShared
     | BlockCopied
+    | BlockMerged
     | BlocksReleased
+    | BlocksOutlived
     | ReleaseFenced
     | TransferStarted
     | TransferLanded

@@ -161,6 +161,8 @@ class Goals:
 
     def _reused(self, event: BlocksReused) -> None:
         refs = self._books.groups[event.group].refs
+        if not event.blocks:
+            return  # all of it is behind the group's window
         held = refs[event.blocks[0]] > 0
         self.hits["hit-in-use" if held else "hit-cached-free"] += 1
         if not held and refs[event.blocks[-1]] > 0:
@@ -293,22 +295,28 @@ class Goals:
             self._forked.add(outcome.request)
 
     def _finish(self, operation: Finish, outcome: Outcome) -> None:
-        self._ended_in_flight("finished-in-flight")
+        self._ended_in_flight("finished-in-flight", outcome)
 
     def _abort(self, operation: Abort, outcome: Outcome) -> None:
-        self._ended_in_flight("aborted-in-flight")
+        self._ended_in_flight("aborted-in-flight", outcome)
         if self._books.ended and not self._books.ended[0].running:
             swapped = self._books.ended[0].swapped
             self.hits["swapped-aborted" if swapped else "aborted-preempted"] += 1
 
     def _preempt(self, operation: Preempt, outcome: Outcome) -> None:
         self.hits["swap-refused"] += outcome.reason == NO_HOST_BLOCKS
-        self._ended_in_flight("preempted-in-flight")
+        self._ended_in_flight("preempted-in-flight", outcome)
 
-    def _ended_in_flight(self, goal: str) -> None:
-        if self._fenced:
+    def _ended_in_flight(self, goal: str, outcome: Outcome) -> None:
+        if self._fenced or (outcome.status == "done" and self._still_carried(outcome)):
             self.hits[goal] += 1
             self._fenced = False
+
+    def _still_carried(self, outcome: Outcome) -> bool:
+        """Whether a step in flight has the request as it was, where nothing fences its blocks."""
+        return self._books.semantics.stream_order and any(
+            item.request == outcome.request for step in self._books.steps for item, _ in step.items
+        )
 
     def _resume(self, operation: Resume, outcome: Outcome) -> None:
         if outcome.status == "refused":
@@ -318,7 +326,7 @@ class Goals:
         self.hits["resumed-with-a-hit"] += reused
         if any(
             number == outcome.request for step in self._books.steps for number, _ in step.fenced
-        ):
+        ) or self._still_carried(outcome):
             self.hits["resumed-while-fenced"] += 1
 
     def _reset(self, operation: Reset, outcome: Outcome) -> None:

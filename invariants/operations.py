@@ -130,6 +130,10 @@ class Evict(Operation, frozen=True, gc=False):
 class Reset(Operation, frozen=True, gc=False):
     """Empty the prefix cache; refused while any block is referenced, or a request is suspended."""
 
+    running: bool = False
+    """Of a scheduler: its running requests are preempted first, and what steps in flight sample for
+    them is dropped, to be sampled again."""
+
 
 class Preempt(Operation, frozen=True, gc=False):
     """A running request loses its blocks: it keeps its tokens, to be recomputed.
@@ -304,6 +308,9 @@ class Arrive(Operation, frozen=True, gc=False):
     salt: Index = 0
     at_ns: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
     """Virtual time before which it does not arrive: the clock moves on to it."""
+    samples: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Outputs that its client wants of the one prompt: a request each, split off by the scheduler
+    once the prompt is computed."""
 
 
 class Schedule(Operation, frozen=True, gc=False):
@@ -403,7 +410,7 @@ TIER_KINDS = (
     "slow",
 )
 """Those of a memory hierarchy …"""
-SCHEDULER_KINDS = ("arrive", "schedule", "run", "retire", "abort", "wait")
+SCHEDULER_KINDS = ("arrive", "schedule", "run", "retire", "abort", "reset", "wait")
 """… those that drive a scheduler …"""
 KINDS = tuple(
     kind for kind in ALL_KINDS if kind not in (*TIER_KINDS, "arrive", "schedule", "run", "wait")

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from kvproof.invariants.events import (
     BlockCopied,
+    BlockMerged,
     BlocksAllocated,
     BlocksEvicted,
     BlocksPublished,
@@ -132,6 +133,8 @@ class _Block:
             return None
         if isinstance(event, BlockCopied):
             return self._copied(event)
+        if isinstance(event, BlockMerged):
+            return self._merged(event)
         blocks: Sequence[int] = getattr(event, "blocks", ())
         if self._block not in blocks:
             return None
@@ -166,6 +169,17 @@ class _Block:
         if event.source == self._block:
             self._holders.discard(event.request)
             return f"copied by r{event.request} to block {event.target}, and released"
+        return None
+
+    def _merged(self, event: BlockMerged) -> str | None:
+        if event.target == self._block:
+            self._holders.add(event.request)
+            return (
+                f"taken by r{event.request} as row {event.row}, for its equal block {event.source}"
+            )
+        if event.source == self._block:
+            self._holders.discard(event.request)
+            return f"given up by r{event.request} for its equal, block {event.target}"
         return None
 
     def _launched(self, event: StepLaunched) -> str | None:
@@ -243,6 +257,8 @@ class _Request:
                 return f"gave back blocks {list(event.blocks)}"
             case BlockCopied():
                 return f"copied block {event.source} to {event.target}"
+            case BlockMerged():
+                return f"gave up block {event.source} for its equal, {event.target}"
             case TransferStarted(kind="swap_out"):
                 return f"swapped out to host blocks {list(event.targets)} ({_named(event)})"
             case TransferStarted():

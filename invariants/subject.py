@@ -25,7 +25,8 @@ class Configuration(Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
     """Size and limits of the cache under test; drawn by the drivers, part of each case."""
 
     blocks: Annotated[int, Meta(ge=1, le=1 << 24)] = 16
-    """Usable blocks of the pool, in each group; reserved ones (a null block) come on top."""
+    """Usable blocks of the pool, in each group (or, see ``Semantics.shared_pool``, in all);
+    reserved ones (a null block) come on top."""
     block_size: Annotated[int, Meta(ge=1, le=4096)] = 4
     """Tokens per block."""
     requests: Annotated[int, Meta(ge=1, le=1 << 20)] = 64
@@ -103,17 +104,38 @@ class Semantics(Struct, frozen=True):
 
     groups: int = 1
     """KV cache groups, each with tables and keys of its own."""
+    shared_pool: bool = False
+    """All groups take their blocks from one pool, which has one order of eviction: a block is in
+    one group's table at most, and what one takes the others lack."""
+    windows: tuple[int, ...] = ()
+    """Tokens that attention looks back on, itself included, by group; 0 or nothing for all of them.
+    Blocks behind the window are given back while the request goes on, even by an operation that is
+    refused; its table then names the first reserved block in their rows."""
     reserved: tuple[int, ...] = (0,)
     """Block ids that no request may own: null, trash or padding blocks."""
-    publishes: Literal["after_compute", "at_allocation"] = "after_compute"
+    publishes: Literal["after_compute", "at_allocation", "at_release", "lazily"] = "after_compute"
     """When a full block becomes findable.  ``at_allocation`` is legal in an engine whose step
-    writes before it reads; there content is checked once the step that owes it is retired."""
-    duplicates: Literal["private", "indexed"] = "private"
-    """A block equal to a findable one: stays out of the index, or is indexed beside it; a hit
-    then reuses the one that was indexed first."""
+    writes before it reads; there content is checked once the step that owes it is retired.
+    Where an output token is still being sampled, its block may wait until that step is retired.
+    ``at_release``: of what a request was admitted or resumed
+    with, once it is computed; of what it grew by, when it finishes.  ``lazily``: some time after it
+    was computed, or never."""
+    duplicates: Literal["private", "indexed", "merged"] = "private"
+    """A block equal to a findable one: stays out of the index, or is indexed beside it, and a hit
+    then reuses the one that was indexed first; or the findable one replaces it in the table."""
+    forks_early: bool = False
+    """A request is forked before its last token is computed, each child computing it anew."""
+    samples: bool = False
+    """An arrival may want several outputs of one prompt (``Arrive.samples``)."""
     fences_releases: bool = True
     """A request may end or be preempted while a step carries it; its blocks are not free before
-    the step is retired.  Otherwise it may do so only when all its tokens are computed."""
+    the step is retired.  Otherwise it may do so only when all its tokens are computed, or as
+    ``stream_order`` says."""
+    stream_order: bool = False
+    """Steps run in the order of their launch, on one stream: what one writes is there for every
+    step launched later.  So blocks may be given back, and handed out, while a launched step still
+    uses them, and content may be hit before the step that writes it has ended.  Copies between
+    tiers are in no such order: they must not touch what a step in flight uses."""
     release_order: Literal["tail_first", "any"] = "tail_first"
     """A request gives back its last block first, so that prefixes outlive their extensions."""
     eviction_order: Literal["lru", "configured", "any"] = "lru"
@@ -122,6 +144,9 @@ class Semantics(Struct, frozen=True):
     exact_admission: bool = True
     """An operation is refused for want of blocks exactly when they are not there, and a prefix hit
     is the longest findable prefix of full blocks below the last token."""
+    exact_eviction: bool = True
+    """``Evict`` takes just as many blocks as it asks for, if there are so many.  Otherwise it may
+    take more: what is cached goes in pieces of several blocks."""
     oldest_first: bool = True
     """A step serves requests by their first admission; only its last one may be cut short."""
     chunks: bool = True
@@ -141,6 +166,10 @@ class Semantics(Struct, frozen=True):
     """Preempted requests may be swapped out to host blocks."""
     tiers: bool = False
     """There is a memory hierarchy, as the configuration describes it; its view is a TieredView."""
+    disk: bool = True
+    """A hierarchy may have a disk below the host."""
+    needs_host: bool = False
+    """Without a host tier there is nothing to check: every run has one."""
     exact_tiers: bool = True
     """Copies between tiers are started, of just the blocks that are next, or refused exactly when
     they should be; look-ups answer what the tiers have.  Otherwise a subject chooses for itself
@@ -166,13 +195,16 @@ class Semantics(Struct, frozen=True):
     def features(self) -> frozenset[str]:
         """What situations may need beside operations, by name."""
         names = {
-            "fences": self.fences_releases,
+            "fences": self.fences_releases or self.stream_order,
             "chunks": self.chunks,
             "runs-ahead": self.runs_ahead,
             "media": self.separates_media,
             "slots": self.slots,
             "swaps": self.swaps,
             "tiers": self.tiers,
+            "disk": self.disk,
+            "needs-host": self.needs_host,
+            "samples": self.samples,
         }
         return frozenset(name for name, has in names.items() if has)
 

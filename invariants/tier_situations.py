@@ -6,8 +6,13 @@ from __future__ import annotations
 SITUATIONS: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
     ("store-completed", "a copy to the host completes", ("offload", "complete"), False),
     ("promoted", "a copy from the host to the device completes", ("promote", "complete"), False),
-    ("demoted", "a copy to the disk completes", ("offload", "complete"), False),
-    ("fetched", "a copy from the disk to the host completes", ("promote", "complete"), False),
+    ("demoted", "a copy to the disk completes", ("offload", "complete", "disk"), False),
+    (
+        "fetched",
+        "a copy from the disk to the host completes",
+        ("promote", "complete", "disk"),
+        False,
+    ),
     (
         "hit-on-promoted-block",
         "a prefix hit on a block that came from the host",
@@ -17,13 +22,13 @@ SITUATIONS: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
     (
         "swap-out-in-flight",
         "a request is preempted, and its blocks are still on their way to the host",
-        ("preempt",),
+        ("preempt", "swaps"),
         False,
     ),
     (
         "loading",
         "a request is resumed, and its blocks are still on their way back",
-        ("preempt", "resume"),
+        ("preempt", "resume", "swaps"),
         False,
     ),
     (
@@ -35,13 +40,13 @@ SITUATIONS: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
     (
         "aborted-while-loading",
         "a request is aborted while its blocks are on their way back",
-        ("preempt", "resume", "abort"),
+        ("preempt", "resume", "abort", "swaps"),
         False,
     ),
     (
         "aborted-after-load",
         "a request is aborted when its blocks are back, before a step uses them",
-        ("preempt", "resume", "complete", "abort"),
+        ("preempt", "resume", "complete", "abort", "swaps"),
         False,
     ),
     (
@@ -79,14 +84,19 @@ SITUATIONS: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
     (
         "fetch-refused",
         "a copy from the disk is refused: the host has no block for it",
-        ("promote",),
+        ("promote", "disk"),
         True,
     ),
-    ("demote-refused", "a copy to the disk is refused for want of blocks", ("offload",), True),
+    (
+        "demote-refused",
+        "a copy to the disk is refused for want of blocks",
+        ("offload", "disk"),
+        True,
+    ),
     (
         "swap-in-refused",
         "a swapped request is not resumed for want of blocks",
-        ("preempt", "resume"),
+        ("preempt", "resume", "swaps"),
         False,
     ),
     (
@@ -132,8 +142,8 @@ SITUATIONS: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
         (),
         True,
     ),
-    ("short-write", "the disk writes less than it was given", ("fail",), False),
-    ("disk-full", "the disk says that it is full", ("fail",), False),
+    ("short-write", "the disk writes less than it was given", ("fail", "disk"), False),
+    ("disk-full", "the disk says that it is full", ("fail", "disk"), False),
     (
         "corrupt-block-met",
         "a damaged block is met as it is read from disk",
@@ -174,7 +184,7 @@ SITUATIONS: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
     (
         "reset-refused-by-suspension",
         "a reset is refused because the host has blocks of a suspended request, and only so",
-        ("reset", "preempt"),
+        ("reset", "preempt", "swaps"),
         True,
     ),
     (

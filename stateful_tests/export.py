@@ -20,8 +20,10 @@ from msgspec.structs import replace
 from kvproof.invariants.case import Case, dump_case, source_of
 from kvproof.invariants.events import (
     BlockCopied,
+    BlockMerged,
     BlocksAllocated,
     BlocksEvicted,
+    BlocksOutlived,
     BlocksPublished,
     BlocksReleased,
     BlocksReused,
@@ -164,6 +166,9 @@ r3: request 3, b7: block 7, s2: step 2, [1]: row 1 of the request's block table
 h5: slot 5 of host memory, d5: slot 5 of the disk, t4: transfer 4
 + given   = reused (prefix hit)   & shared with a fork   > copied (on write, or by a transfer)
 - released   * made findable   x evicted   ~ left to the fence of a step in flight"""
+_PROMPT_LEGEND = """
+Segment(source=0, length=2), in the case [0, 2]: the first 2 tokens of stream 0; prompts of the same
+streams begin alike"""
 _TRANSFER_LEGEND = """
 transfer=k in an operation is a place: the k-th of those it may be about, modulo their number; which
 transfer that was, stands in the answer"""
@@ -194,7 +199,13 @@ def log_text(
     features = f"features: {', '.join(case.features)}\n" if case.features else ""
     schedules = any(isinstance(e, SchedulerEvent) for moment in moments for e in moment.events)
     names = any(hasattr(operation, "transfer") for operation in case.operations)
-    legend = _LEGEND + _TRANSFER_LEGEND * names + _SCHEDULER_LEGEND * schedules
+    prompts = any(isinstance(operation, Admit | Arrive) for operation in case.operations)
+    legend = (
+        _LEGEND
+        + _PROMPT_LEGEND * prompts
+        + _TRANSFER_LEGEND * names
+        + _SCHEDULER_LEGEND * schedules
+    )
     return f"{_wrapped(explanation)}\n\n{world}\n{features}\n{legend}\n\n" + "\n".join(lines) + "\n"
 
 
@@ -243,6 +254,11 @@ def _released(event: BlocksReleased) -> str:
 def _copied(event: BlockCopied) -> str:
     group = f"g{event.group}:" if event.group else ""
     return f"{group}b{event.source}>b{event.target} r{event.request}[{event.row}]"
+
+
+def _merged(event: BlockMerged) -> str:
+    group = f"g{event.group}:" if event.group else ""
+    return f"{group}b{event.source}=b{event.target} r{event.request}[{event.row}]"
 
 
 _ENDS: dict[TransferKind, tuple[str, str]] = {
@@ -307,7 +323,9 @@ _SAID: dict[type[Event], Callable[[Any], str]] = {
     BlocksShared: lambda event: f"&{_blocks(event)} r{event.parent} r{event.request}",
     BlocksPublished: _placed("*"),
     BlocksReleased: _released,
+    BlocksOutlived: _released,
     BlockCopied: _copied,
+    BlockMerged: _merged,
     BlocksEvicted: _evicted,
     TransferStarted: _transfer,
     TransferLanded: lambda event: f"t{event.transfer}: {event.parts} landed",

@@ -96,7 +96,9 @@ class SchedulingHarness:
 
         Raises CheckerError if a checker stumbles.  A subject that raises is a violation.
         """
-        if kind_of(operation) not in self.subject.capabilities:
+        several = isinstance(operation, Arrive) and operation.samples > 1
+        lacking = several and not self.subject.semantics.samples
+        if lacking or kind_of(operation) not in self.subject.capabilities:
             self.checker.pass_over(type(operation))
             return SKIPPED
         self._events = []

@@ -154,7 +154,7 @@ def _of_bits(names: tuple[str, ...], bits: int) -> tuple[str, ...]:
 
 def _tiered(world: World, tiers: int, able: frozenset[str]) -> World:
     """The world with these tiers; slots are so few that copies evict each other."""
-    on = _of_bits(TIER_FEATURES, tiers)
+    on = _of_bits(TIER_FEATURES, tiers | ("needs-host" in able))
     if "tiers" not in on or "tiers" not in able:
         return world
     configuration, features = world.configuration, world.features + on

@@ -842,6 +842,34 @@ def test_another_order_of_eviction_or_release_is_wrong_only_where_one_is_promise
         assert found(run, lie, **anything) == []
 
 
+def test_what_was_grown_may_be_published_when_it_finishes_where_that_is_said() -> None:
+    run = [prompt(4), *STEP, Grow(0, 4), *STEP, Finish(0)]
+    checks = [BY_ID["PROV"], BY_ID["VALID"]]
+    held: list[Event] = []
+
+    def hold_back(true: Events) -> Events:
+        held[:] = [event for event in true if isinstance(event, BlocksPublished)]
+        return [event for event in true if event not in held]
+
+    hidden = Lie(events=hold_back, view={"index": lambda true: {KEY_OF_FIRST: (1,)}}, at=5)
+    late = Lie(events=lambda true: [*held, *true], view={"index": lambda true: true})
+    assert found(run, hidden, late, checks=checks, publishes="at_release") == []
+    (violation,) = found(run, hidden, checks=checks, publishes="at_release")
+    assert (violation.property, violation.op, violation.request) == ("VALID", 6, 0)
+    assert "request 0 finished, but its row 1" in violation.message
+    assert {violation.op for violation in found(run, hidden, late, checks=checks)} == {5}
+    # What it was admitted with is not to wait.
+    assert found(run[:3], drop(BlocksPublished), checks=checks, publishes="at_release")
+
+
+def test_an_eviction_takes_more_than_was_asked_for_only_where_that_is_said() -> None:
+    run, cap = [*CACHED, Evict(1)], [BY_ID["CAP"]]
+    assert found(run, says(count=2), checks=cap)
+    assert found(run, says(count=2), checks=cap, exact_eviction=False) == []
+    for wrong in (0, 3):
+        assert found(run, says(count=wrong), checks=cap, exact_eviction=False)
+
+
 def test_figures_are_wrong_only_where_they_are_exported() -> None:
     lie = shows(metrics=counted("admissions"))
     assert {violation.property for violation in found(TWO, lie)} == {"MET"}

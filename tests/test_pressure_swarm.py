@@ -14,7 +14,7 @@ from kvproof.invariants.prompts import prompt_length
 from kvproof.stateful_tests.subjects import subject_factory
 from kvproof.stateful_tests.totals import Totals
 
-TIMELESS = frozenset(SCHEDULER_KINDS) - {"wait"}
+TIMELESS = frozenset(SCHEDULER_KINDS) - {"wait", "reset"}
 
 
 def test_half_of_the_runs_of_a_scheduler_without_a_clock_are_under_pressure() -> None:

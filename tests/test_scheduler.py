@@ -651,17 +651,17 @@ BAD_PLANS = (
     Bad("twice", Plan(preempt=(1, 1)), "the plan preempts request 1 twice"),
     Bad("twice", Plan(preempt=(1,), swap=(1,)), "the plan preempts request 1 twice"),
     Bad("twice", Plan(_GOOD, preempt=(1,)), "the plan both preempts and runs request 1"),
-    Bad("unready", Plan(_GOOD, preempt=(4,)), "preempts request 4, which is waiting"),
-    Bad("unready", Plan(_GOOD, preempt=(3,)), "preempts request 3, which is preempted"),
+    Bad("impossible", Plan(_GOOD, preempt=(4,)), "preempts request 4, which is waiting"),
+    Bad("impossible", Plan(_GOOD, preempt=(3,)), "preempts request 3, which is preempted"),
     Bad(
-        "unready",
+        "impossible",
         run(*_GOOD, (2, 1)),
         "runs request 2, whose next token a step in flight is sampling",
     ),
-    Bad("unready", run((1, 2)), "runs 2 tokens of request 1, which has 1 to compute"),
-    Bad("unready", run((1, 0)), "runs 0 tokens of request 1, which has 1 to compute"),
-    Bad("unready", run((1, -1)), "runs -1 tokens of request 1, which has 1 to compute"),
-    Bad("unready", run((3, 8)), "runs 8 tokens of request 3, which has 4 to compute"),
+    Bad("impossible", run((1, 2)), "runs 2 tokens of request 1, which has 1 to compute"),
+    Bad("impossible", run((1, 0)), "runs 0 tokens of request 1, which has 1 to compute"),
+    Bad("impossible", run((1, -1)), "runs -1 tokens of request 1, which has 1 to compute"),
+    Bad("impossible", run((3, 8)), "runs 8 tokens of request 3, which has 4 to compute"),
     Bad(
         "budget",
         run((4, 9), (5, 13)),
@@ -801,7 +801,7 @@ def test_a_rejected_plan_is_a_finding() -> None:
     (violation,) = world.harness.violations
     assert violation.property == "PLAN"
     assert violation.message == (
-        "unready: the plan runs 5 tokens of request 0, which has 4 to compute"
+        "impossible: the plan runs 5 tokens of request 0, which has 4 to compute"
     )
 
 

@@ -43,6 +43,7 @@ from kvproof.invariants.scheduling.vocabulary import (
     QueueState,
     RequestArrived,
     RequestCancelled,
+    RunningReset,
     Scheduled,
     SchedulerEvent,
     TransferDelivered,
@@ -185,6 +186,12 @@ class World:
         self.release(number)
         self.tell(RequestCancelled(number))
         self.checker.observe(Abort(0), Outcome("done", request=number))
+
+    def reset(self, numbers: Sequence[int]) -> None:
+        """These were running; what is being sampled for them is dropped."""
+        for number in numbers:
+            self._displace(number, swap=False)
+        self.tell(RunningReset(tuple(numbers)))
 
     # -- the cache's books -------------------------------------------------------------------------
 
@@ -450,6 +457,56 @@ def test_a_sample_from_before_a_preemption_is_delivered_once() -> None:
         "resumed",
     ):
         assert hits[goal], goal
+
+
+def test_a_reset_of_what_runs_drops_what_is_being_sampled() -> None:
+    world = World(run_ahead=2, promises=ALL)
+    world.arrive(4, 2)
+    world.arrive(4, 2)
+    world.schedule({0: 4, 1: 4})
+    world.reset([0, 1])
+    world.complete(sampled=(), finished=())
+    world.schedule({0: 4, 1: 4})
+    world.complete(sampled=(0, 1), finished=())
+    assert world.checker.audit() == ()
+    hits = world.checker.goals.hits
+    assert hits["preempted-by-reset"] == hits["sample-dropped-by-reset"] == 1
+
+
+def test_progress_a_sample_that_a_reset_dropped_is_not_delivered() -> None:
+    world = World(run_ahead=2)
+    world.arrive(4, 2)
+    world.schedule({0: 4})
+    world.reset([0])
+    world.complete(sampled=(0,), finished=())
+    assert "got an output token" in _first(world, "PROGRESS").message
+
+
+def test_plan_a_reset_of_what_runs_preempts_all_of_it() -> None:
+    world = World()
+    world.arrive(4, 2)
+    world.arrive(4, 2)
+    world.step({0: 4, 1: 4})
+    world.reset([0])
+    assert "left request 1 running" in _first(world, "PLAN").message
+
+
+def test_hold_a_reset_takes_all_blocks_back() -> None:
+    world = World()
+    world.arrive(4, 2)
+    world.step({0: 4})
+    world.tell(RunningReset((0,)))
+    assert "still holds 1 blocks" in _first(world, "HOLD").message
+
+
+def test_priority_what_a_reset_preempted_waits_like_others() -> None:
+    world = World(promises=Promises(strict_priority=True))
+    world.arrive(4, 2, priority=1)
+    world.step({0: 4})
+    world.reset([0])
+    world.arrive(4, 2, priority=2)
+    world.schedule({1: 4})
+    assert "request 0 of priority 1 waits" in _first(world, "PRIORITY").message
 
 
 def test_a_swapped_request_goes_on_where_it_was() -> None:

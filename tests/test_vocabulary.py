@@ -156,7 +156,7 @@ def test_kinds_are_the_names_of_all_operations() -> None:
 def test_each_operation_drives_a_cache_or_a_scheduler() -> None:
     assert {*KINDS, *TIER_KINDS, *SCHEDULER_KINDS} == set(ALL_KINDS)
     assert not set(TIER_KINDS) & {*KINDS, *SCHEDULER_KINDS}
-    assert set(KINDS) & set(SCHEDULER_KINDS) == {"retire", "abort"}, "these drive both"
+    assert set(KINDS) & set(SCHEDULER_KINDS) == {"retire", "abort", "reset"}, "these drive both"
 
 
 @given(OPERATIONS)

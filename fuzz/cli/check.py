@@ -33,7 +33,7 @@ from kvproof.invariants.errors import InputError
 from kvproof.invariants.goals import Goal
 from kvproof.invariants.scheduling.vocabulary import Promises
 from kvproof.invariants.subject import Configuration
-from kvproof.stateful_tests.subjects import SUBJECT_NAMES, VLLM_SCHEDULER, subject_factory
+from kvproof.stateful_tests.subjects import SUBJECT_NAMES, VLLM_SCHEDULERS, subject_factory
 from kvproof.stateful_tests.subjects.policies import (
     EVICTION_POLICIES,
     is_eviction_policy,
@@ -41,6 +41,8 @@ from kvproof.stateful_tests.subjects.policies import (
 )
 
 _SHOWN_CASE_LINES = 40
+
+_VLLM = " or ".join(VLLM_SCHEDULERS)
 
 
 def check(
@@ -55,15 +57,15 @@ def check(
         typer.Option(
             help="Check a scheduler or an eviction policy: a name that comes with kvproof "
             f"({', '.join((*POLICY_NAMES, *EVICTION_POLICIES))}), or MODULE:CLASS or FILE.py:CLASS "
-            f"of your own.  With --subject {VLLM_SCHEDULER}: vLLM's policy, fcfs or priority."
+            f"of your own.  With --subject {_VLLM}: vLLM's policy, fcfs or priority."
         ),
     ] = None,
     scheduler_class: Annotated[
         str | None,
         typer.Option(
             "--scheduler-cls",
-            help=f"With --subject {VLLM_SCHEDULER}: MODULE:CLASS of a scheduler of your own, as "
-            "vLLM's option of that name.",
+            help=f"With --subject {_VLLM}: MODULE:CLASS of a scheduler of your own, as vLLM's "
+            "option of that name.",
         ),
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, max=31_536_000, help="Time budget.")] = 30.0,
@@ -108,17 +110,17 @@ def check(
 
 def _driven(subject: str, policy: str | None, scheduler_class: str | None) -> str:
     """The name of the subject that the options describe."""
-    if subject == VLLM_SCHEDULER:
+    if subject in VLLM_SCHEDULERS:
         chosen = (policy or ("fcfs" if scheduler_class else None), scheduler_class)
         return ":".join([subject, *filter(None, chosen)])
     if scheduler_class is not None:
-        raise InputError(f"--scheduler-cls goes with --subject {VLLM_SCHEDULER}")
+        raise InputError(f"--scheduler-cls goes with --subject {_VLLM}")
     if policy is None:
         return subject
     if subject != "engine":
         raise InputError(
             "--policy is checked with kvproof's own engine, so leave out --subject, or with "
-            f"--subject {VLLM_SCHEDULER}"
+            f"--subject {_VLLM}"
         )
     family = "eviction" if is_eviction_policy(policy) else "scheduler"
     return f"{family}:{policy}"
@@ -126,7 +128,7 @@ def _driven(subject: str, policy: str | None, scheduler_class: str | None) -> st
 
 def _with_fault(subject: str, policy: str | None, fault: str) -> str:
     """The subject to drive: a fault of the scheduler shows only where a scheduler runs."""
-    if subject.startswith(VLLM_SCHEDULER) or (subject != "engine" and policy is None):
+    if subject.startswith(VLLM_SCHEDULERS) or (subject != "engine" and policy is None):
         raise InputError("--fault plants its fault in the engine: it goes with --subject engine")
     return subject if policy is not None else fault_by_id(fault).subject
 

@@ -13,8 +13,10 @@ from msgspec import Struct
 
 from kvproof.invariants.events import (
     BlockCopied,
+    BlockMerged,
     BlocksAllocated,
     BlocksEvicted,
+    BlocksOutlived,
     BlocksPublished,
     BlocksReleased,
     BlocksReused,
@@ -93,7 +95,9 @@ class _Ledger:
             BlocksReused: lambda e: self._hold(_blocks(e), f"r{e.request}"),
             BlocksShared: lambda e: self._hold(_blocks(e), f"r{e.request}"),
             BlockCopied: self._copied,
+            BlockMerged: self._copied,
             BlocksReleased: self._released,
+            BlocksOutlived: self._released,
             ReleaseFenced: self._fenced,
             BlocksPublished: lambda e: self._publish(_blocks(e), e.keys),
             BlocksEvicted: lambda e: self._unpublish(_blocks(e)),
@@ -137,7 +141,7 @@ class _Ledger:
             if holder in holders:
                 holders.remove(holder)
 
-    def _copied(self, event: BlockCopied) -> None:
+    def _copied(self, event: BlockCopied | BlockMerged) -> None:
         self._drop([("device", event.group, event.source)], f"r{event.request}")
         self._hold([("device", event.group, event.target)], f"r{event.request}")
 

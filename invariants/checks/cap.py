@@ -13,7 +13,7 @@ subjects that declare inexact admission.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from kvproof.invariants.books import GroupBooks, RequestModel
@@ -112,6 +112,10 @@ class Cap(Answers):
         super().__init__(*arguments)  # type: ignore[arg-type]
         self._steps = Steps(self)
         self._tiers = TierAnswers(self)
+        shared = self.semantics.shared_pool
+        self._pools = self.groups[:1] if shared else self.groups
+        self._sharing = len(self.groups) if shared else 1
+        """Groups that take their blocks from the same pool."""
 
     def expecting(self, kind: type[Operation]) -> OperationHandler | None:
         return self._handlers.get(kind)
@@ -170,9 +174,9 @@ class Cap(Answers):
             reason = IN_FLIGHT
         elif len(books.running) >= books.configuration.requests:
             reason = TOO_MANY_REQUESTS
-        elif needed > books.configuration.blocks:
+        elif needed * self._sharing > books.configuration.blocks:
             reason = LARGER_THAN_POOL
-        elif any(needed > group.free for group in self.groups):
+        elif self._short([needed] * len(self.groups)):
             reason = NO_FREE_BLOCKS
         cached = 0 if operation.late and rows else request.computed
         self.judge(operation, outcome, reason, cached)
@@ -187,13 +191,12 @@ class Cap(Answers):
         hits, lookup, reason = 0, "", None
         if len(books.running) >= books.configuration.requests:
             reason = TOO_MANY_REQUESTS
-        elif needed > books.configuration.blocks:
+        elif needed * self._sharing > books.configuration.blocks:
             reason = LARGER_THAN_POOL
         else:
             hits = books.longest_hit(tags)
-            for group in self.groups:
-                if not self._fits(group, tags, needed, hits):
-                    reason = NO_FREE_BLOCKS
+            if self._short([self._taken(group, tags, needed, hits) for group in self.groups]):
+                reason = NO_FREE_BLOCKS
             if books.tiers is not None:
                 lookup = outcome.lookup
                 if self.semantics.exact_tiers:
@@ -204,8 +207,14 @@ class Cap(Answers):
         if outcome.lookup != lookup or outcome.transfers:
             self.wrong_lookup(operation, outcome, lookup)
 
-    def _fits(self, group: GroupBooks, tags: Tags[int], needed: int, hits: int) -> bool:
-        """Whether the new blocks are free beside the hits that come out of the free ones."""
+    def _short(self, takes: Sequence[int]) -> bool:
+        """Whether there are fewer free blocks than each group takes, or all of one pool."""
+        if self._sharing > 1:
+            return sum(takes) > self.groups[0].free
+        return any(take > group.free for group, take in zip(self.groups, takes, strict=True))
+
+    def _taken(self, group: GroupBooks, tags: Tags[int], needed: int, hits: int) -> int:
+        """Free blocks that it takes: new ones, and hits that come out of the free ones."""
         taken = max(0, needed - hits)
         if hits:
             size, refs = self.block_size, group.refs
@@ -214,7 +223,7 @@ class Cap(Answers):
             blocks = [blocks_of[key_of_tag[t]] for t in tags[size - 1 : hits * size : size]]
             self.books.predicted_hits.append((group.group, [equal[0] for equal in blocks]))
             taken += sum([refs[equal[0]] == 0 for equal in blocks])
-        return taken <= group.free
+        return taken
 
     def _grow(self, operation: Grow, outcome: Outcome) -> None:
         request = self._known(outcome.request)
@@ -224,9 +233,8 @@ class Cap(Answers):
         if request.loading:
             self.judge(operation, outcome, LOADING)
             return
-        for group in self.groups:
-            if self._growth(group, request, operation.tokens) > group.free:
-                reason = NO_FREE_BLOCKS
+        if self._short([self._growth(group, request, operation.tokens) for group in self.groups]):
+            reason = NO_FREE_BLOCKS
         if outcome.reason != reason or (outcome.status == "done") != (reason is None):
             self.wrong_answer(operation, outcome, reason)
 
@@ -245,10 +253,12 @@ class Cap(Answers):
             return  # LIFE
         named = {index % len(running) for index in operation.requests}
         reason = None
-        for group in self.groups:
-            taken = sum([self._growth(group, running[index], 1) for index in named])
-            if taken > group.free:
-                reason = NO_FREE_BLOCKS
+        takes = [
+            sum([self._growth(group, running[index], 1) for index in named])
+            for group in self.groups
+        ]
+        if self._short(takes):
+            reason = NO_FREE_BLOCKS
         if self.books.tiers is not None and any(running[index].loading for index in named):
             reason = LOADING
         if outcome.reason != reason or (outcome.status == "done") != (reason is None):
@@ -260,8 +270,7 @@ class Cap(Answers):
             return
         needed = blocks_for(operation.slots, self.block_size)
         takes = [max(0, needed - len(table)) for table in request.tables]
-        short = any(take > group.free for group, take in zip(self.groups, takes, strict=True))
-        self.judge(operation, outcome, NO_FREE_BLOCKS if short else None, sum(takes))
+        self.judge(operation, outcome, NO_FREE_BLOCKS if self._short(takes) else None, sum(takes))
 
     def _preempt(self, operation: Preempt, outcome: Outcome) -> None:
         request = self._known(outcome.request)
@@ -300,7 +309,8 @@ class Cap(Answers):
         if request is None:
             return
         pending = request.running and request.computed < len(request.tags)
-        may_not = pending and not self.semantics.fences_releases
+        semantics = self.semantics
+        may_not = pending and not (semantics.fences_releases or semantics.stream_order)
         self.judge(operation, outcome, NOT_LAUNCHED if may_not else None)
 
     def _fork(self, operation: Fork, outcome: Outcome) -> None:
@@ -308,7 +318,7 @@ class Cap(Answers):
         if request is None:
             return
         reason = None
-        if request.computed < request.length:
+        if request.computed < request.length - self.semantics.forks_early:
             reason = NOT_COMPUTED
         elif len(self.books.running) + operation.samples > self.books.configuration.requests:
             reason = TOO_MANY_REQUESTS
@@ -319,8 +329,10 @@ class Cap(Answers):
             if self.semantics.exact_tiers:
                 self._tiers.answered(operation, outcome)
             return
-        cached = [len(group.cached_free) for group in self.groups]
+        cached = [len(group.cached_free) for group in self._pools]
         figure = sum([min(operation.blocks, free) for free in cached])
+        if not self.semantics.exact_eviction and figure < outcome.count <= sum(cached):
+            figure = outcome.count
         self.judge(operation, outcome, None, figure)
 
     def _reset(self, operation: Reset, outcome: Outcome) -> None:
@@ -329,7 +341,7 @@ class Cap(Answers):
         if below or any(group.referenced for group in self.groups):
             self.judge(operation, outcome, BLOCKS_IN_USE)
         else:
-            findable = sum([len(group.cached_free) for group in self.groups])
+            findable = sum([len(group.cached_free) for group in self._pools])
             if tiers is not None:
                 findable += sum([len(tier.key_of) for tier in tiers.all])
             self.judge(operation, outcome, None, findable)

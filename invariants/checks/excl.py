@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from kvproof.invariants.books import GroupBooks, RequestModel
 from kvproof.invariants.events import (
     BlockCopied,
+    BlockMerged,
     BlocksAllocated,
     Event,
     StepItem,
@@ -59,6 +60,7 @@ class Excl(Check):
         return {
             BlocksAllocated: self._allocated,
             BlockCopied: self._copied,
+            BlockMerged: self._replaced,
             TransferStarted: self._copy_starts,
         }
 
@@ -164,13 +166,18 @@ class Excl(Check):
     def _copied(self, event: BlockCopied) -> None:
         group = self.books.groups[event.group]
         self._handed_out(group, event.target, event.request)
+        self._replaced(event)
+
+    def _replaced(self, event: BlockCopied | BlockMerged) -> None:
+        """The table named the block that it names no longer."""
         request = self.books.known.get(event.request)
         if request is None:
             return
         table = request.tables[event.group]
         if event.row >= len(table) or table[event.row] != event.source:
+            did = "copied" if isinstance(event, BlockCopied) else "gave up"
             self.fail(
-                f"request {event.request} copied block {event.source} for its row {event.row}, "
+                f"request {event.request} {did} block {event.source} for its row {event.row}, "
                 "which its table does not name there",
                 group=event.group,
                 block=event.source,
@@ -232,8 +239,9 @@ class Excl(Check):
     def audit(self) -> None:
         for group in self.groups:
             for request in self.books.running:
-                if request.computed < request.length and not request.loading:
-                    self._yet_to_write(group, request, request.computed // self.block_size)
+                written = self.books.written(request)
+                if written < request.length and not request.loading:
+                    self._yet_to_write(group, request, written // self.block_size)
 
     def _yet_to_write(self, group: GroupBooks, request: RequestModel, row: int) -> None:
         """From ``row`` on nobody else has the request's blocks."""

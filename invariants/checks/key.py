@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvproof.invariants.books import PooledBooks
 from kvproof.invariants.events import BlocksPublished, BlocksReused, Event
 from kvproof.invariants.property import Check, Claim, EventHandler
 
@@ -95,6 +96,8 @@ class Key(Check):
         self.checked += 1
         group, size = self.groups[event.group], self.block_size
         tags = request.tags[(event.row + 1) * size - 1 :: size]
+        if isinstance(group, PooledBooks):
+            self._of_the_group(event, group)
         for block, tag in zip(event.blocks, tags, strict=False):
             if block not in group.key_of:
                 return  # VALID
@@ -102,6 +105,20 @@ class Key(Check):
                 self.fail(
                     f"request {event.request} got a prefix hit on block {block}, which holds "
                     "another prefix",
+                    group=event.group,
+                    block=block,
+                    request=event.request,
+                )
+                return
+
+    def _of_the_group(self, event: BlocksReused, group: PooledBooks) -> None:
+        """Where groups share a pool, equal tokens of another group are other layers' KV."""
+        for block in event.blocks:
+            other = group.group_of.get(block, event.group)
+            if other != event.group:
+                self.fail(
+                    f"request {event.request} got a prefix hit in group {event.group} on block "
+                    f"{block}, which is findable in group {other}",
                     group=event.group,
                     block=block,
                     request=event.request,

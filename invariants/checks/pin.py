@@ -2,7 +2,8 @@
 
 Verifies: where the subject fences releases, that a request whose step is in flight gives up its
 blocks to that step and not to the free ones; that a fence opens when its step retires, for all
-that it holds, and not before; that no block with a holder is evicted; that on lower tiers nothing
+that it holds, and not before; where steps run in stream order, that no copy between tiers touches
+what a step in flight uses; that no block with a holder is evicted; that on lower tiers nothing
 is evicted that a transfer uses or a swapped request owns, and that pins are the ends of transfers
 in flight.
 
@@ -19,11 +20,12 @@ from kvproof.invariants.events import (
     Event,
     ReleaseFenced,
     SlotsEvicted,
+    TransferStarted,
 )
 from kvproof.invariants.operations import Operation, Retire
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim, EventHandler
-from kvproof.invariants.slot_books import TierBooks
+from kvproof.invariants.slot_books import ENDS, TierBooks
 
 
 class Pin(Check):
@@ -56,6 +58,8 @@ class Pin(Check):
             handlers |= {BlocksReleased: self._released, ReleaseFenced: self._fenced}
         if self.books.tiers is not None:
             handlers[SlotsEvicted] = self._slots_evicted
+            if self.semantics.stream_order:
+                handlers[TransferStarted] = self._copy_starts
         return handlers
 
     def _evicted(self, event: BlocksEvicted) -> None:
@@ -68,6 +72,34 @@ class Pin(Check):
                 block=block,
             )
         self.checked += 1
+
+    def _copy_starts(self, event: TransferStarted) -> None:
+        """Copies wait for no step: what one in flight uses is not written, nor read half done."""
+        self.checked += 1
+        source, target = ENDS[event.kind]
+        for step in self.books.steps:
+            for (item, _), tables in zip(step.items, step.tables, strict=True):
+                end = -(-item.end // self.block_size)
+                read = tables[event.group][:end]
+                written = read[item.start // self.block_size :]
+                ends = (
+                    (target, event.targets, read, "overwrites"),
+                    (source, event.sources, written, "reads"),
+                )
+                for tier, blocks, used, does in ends:
+                    if tier == "device" and not set(used).isdisjoint(blocks):
+                        block = next(b for b in blocks if b in used)
+                        self._touches(event, block, f"{does} device block {block}", step.number)
+                        return
+
+    def _touches(self, event: TransferStarted, block: int, what: str, step: int) -> None:
+        self.fail(
+            f"transfer {event.transfer} ({event.kind}) {what}, which step {step}, in flight, uses",
+            group=event.group,
+            block=block,
+            request=event.request,
+            transfer=event.transfer,
+        )
 
     def _slots_evicted(self, event: SlotsEvicted) -> None:
         self.checked += 1

@@ -1,10 +1,10 @@
 """PROV: each slot that attention reads holds the KV of that very sequence and position.
 
-Verifies: when a step retires, that every slot it read, for each request and group, carries the
-tag of that request's own history (salt, adapter, media and all tokens up to the position): not
-poison, not another prefix; that what was swapped out comes back; that steps read through the
-tables that the requests were given; in an audit, the same for all computed positions of all
-running requests.
+Verifies: when a step retires (or, where steps run in stream order, at its launch), that every slot
+it reads, for each request and group, carries the tag of that request's own history (salt, adapter,
+media and all tokens up to the position): not poison, not another prefix; that what was swapped out
+comes back; that steps read through the tables that the requests were given; in an audit, the same
+for all computed positions of all running requests.
 
 Does not verify: numerical values (a kernel's business); order of writes within one step, which
 is taken to write before it reads, as attention does layer by layer.
@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvproof.invariants.books import RequestModel
+from kvproof.invariants.books import RequestModel, StepModel
 from kvproof.invariants.events import (
     BlockCopied,
+    BlockMerged,
     BlocksEvicted,
+    BlocksOutlived,
     BlocksReleased,
     Event,
     StepItem,
@@ -52,11 +54,17 @@ class Prov(Check):
         return {
             StepLaunched: self._launched,
             BlockCopied: self._copied,
+            BlockMerged: self._merged,
             BlocksReleased: self._released,
+            BlocksOutlived: self._released,
             BlocksEvicted: self._evicted,
             StepRetired: self._retired,
             TransferEnded: self._transferred,
         }
+
+    @property
+    def _in_stream_order(self) -> bool:
+        return self.semantics.stream_order
 
     # -- bytes move ----------------------------------------------------------------------------
 
@@ -71,10 +79,24 @@ class Prov(Check):
         if start < end:
             self._compare(request, event.group, start, end, request.tables[event.group])
 
+    def _merged(self, event: BlockMerged) -> None:
+        self._poison_emptied(event.group)
+        request = self.books.known.get(event.request)
+        if request is None:
+            return
+        # The block must hold what the one that it replaces held.
+        start = event.row * self.block_size
+        end = min(request.computed, start + self.block_size)
+        if start < end:
+            self._compare(request, event.group, start, end, request.tables[event.group])
+
     def _released(self, event: BlocksReleased) -> None:
-        emptied = self.groups[event.group].emptied
+        self._poison_emptied(event.group)
+
+    def _poison_emptied(self, group: int) -> None:
+        emptied = self.groups[group].emptied
         if emptied:
-            self.shadows[event.group].poison(emptied, FREED)
+            self.shadows[group].poison(emptied, FREED)
 
     def _evicted(self, event: BlocksEvicted) -> None:
         held, dead = self.groups[event.group].held, event.blocks
@@ -110,13 +132,14 @@ class Prov(Check):
                     return
                 # The last row may still be replaced by a copy-on-write: books reset this then.
                 request.trusted_rows[group] = rows
+        if self._in_stream_order:
+            self._runs(self.books.steps[-1])
 
     def _wrong_table(
         self, item: StepItem, group: int, first: int, table: Sequence[int], own: list[int]
     ) -> None:
-        row = next(
-            (r for r in range(first, len(own)) if r >= len(table) or table[r] != own[r]), first
-        )
+        differs = (r for r in range(first, len(own)) if r >= len(table) or table[r] != own[r])
+        row = next(differs, len(own))
         named = f"block {table[row]}" if row < len(table) else "no block"
         given = f"block {own[row]}" if row < len(own) else "no block"
         self.fail(
@@ -129,8 +152,11 @@ class Prov(Check):
 
     def _retired(self, event: StepRetired) -> None:
         step = self.books.retired
-        if step is None:
-            return
+        if step is not None and not self._in_stream_order:
+            self._runs(step)
+
+    def _runs(self, step: StepModel) -> None:
+        """Its writes and reads happen now, as far as anybody can tell."""
         self.checked += 1
         items = step.items
         for group, shadow in enumerate(self.shadows):
@@ -143,10 +169,16 @@ class Prov(Check):
                 # changed since, or EXCL or REF would have reported the write or the release.
                 live = request.epoch == item.epoch
                 verified = request.verified[group] if live else 0
+                verified = max(verified, self._behind(group, item.start))
                 if verified < item.start:
                     self._compare(request, group, verified, item.start, item.tables[group])
                 if live:
                     request.verified[group] = item.end
+
+    def _behind(self, group: int, position: int) -> int:
+        """The first position that attention at this one may read."""
+        window = self.books.window(group)
+        return max(0, position + 1 - window) if window else 0
 
     def _compare(
         self, request: RequestModel, group: int, start: int, end: int, table: Sequence[int]
@@ -177,7 +209,8 @@ class Prov(Check):
                     # A hit on content that a step has yet to write (see Semantics.publishes).
                     first = next((r for r, b in enumerate(table) if b in owed), len(table))
                     end = min(end, first * self.block_size)
-                if end and not self._compare(request, group, 0, end, table):
+                start = self._behind(group, request.computed)
+                if start < end and not self._compare(request, group, start, end, table):
                     return
 
     def _audit_steps(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvproof.invariants.events import BlocksReleased, Event
+from kvproof.invariants.events import BlocksOutlived, BlocksReleased, Event
 from kvproof.invariants.operations import Complete, Fail, Operation
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim, EventHandler
@@ -46,7 +46,14 @@ class Ref(Check):
     concludes_when = ("done",)
 
     def before_event(self) -> Mapping[type[Event], EventHandler]:
-        return {BlocksReleased: self._released}
+        return {BlocksReleased: self._released, BlocksOutlived: self._outlived}
+
+    def _outlived(self, event: BlocksOutlived) -> None:
+        request = self.books.known.get(event.request)
+        table = request.tables[event.group] if request else []
+        self.checked += 1
+        if not set(table).issuperset(event.blocks):
+            self._over_released(event, next(b for b in event.blocks if b not in table))
 
     def _released(self, event: BlocksReleased) -> None:
         blocks, held_blocks = event.blocks, self.groups[event.group].held
@@ -74,7 +81,7 @@ class Ref(Check):
     def _held_table(self, event: BlocksReleased) -> list[int] | None:
         if event.step is None:
             request = self.books.known.get(event.request)
-            return request.tables[event.group] if request else None
+            return self._given(request.tables[event.group]) if request else None
         retired = self.books.retired
         if retired is None or retired.number != event.step:
             return None
@@ -82,6 +89,12 @@ class Ref(Check):
             if number == event.request:
                 return tables[event.group]
         return None
+
+    def _given(self, table: list[int]) -> list[int]:
+        """Of a table's blocks, those that are the request's."""
+        if not self.semantics.windows:
+            return table
+        return [block for block in table if block not in self.semantics.reserved]
 
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
         """What a transfer let go is free now, and soon another's."""

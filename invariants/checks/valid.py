@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from kvproof.invariants.books import GroupBooks, RequestModel
 from kvproof.invariants.checks.valid_tiers import Below
 from kvproof.invariants.events import (
+    BlockMerged,
     BlocksAllocated,
     BlocksPublished,
     BlocksReused,
@@ -34,13 +35,14 @@ from kvproof.invariants.operations import (
     Complete,
     Corrupt,
     Fail,
+    Finish,
     Offload,
     Operation,
     Promote,
     Reset,
     Retire,
 )
-from kvproof.invariants.outcomes import Outcome
+from kvproof.invariants.outcomes import Outcome, Status
 from kvproof.invariants.property import Check, Claim, EventHandler
 
 
@@ -72,7 +74,7 @@ class Valid(Check):
         ),
     )
     positive_control = "stale-key-after-reuse"
-    concludes_on = (Retire, Offload, Promote, Complete, Fail, Cancel, Corrupt, Reset)
+    concludes_on = (Retire, Finish, Offload, Promote, Complete, Fail, Cancel, Corrupt, Reset)
     concludes_when = ("done",)
 
     def __init__(self, *arguments: object) -> None:
@@ -84,6 +86,7 @@ class Valid(Check):
         handlers: dict[type[Event], EventHandler] = {
             BlocksAllocated: self._allocated,
             BlocksReused: self._reused,
+            BlockMerged: self._merged,
             BlocksPublished: self._published,
         }
         if self._below is not None:
@@ -126,6 +129,17 @@ class Valid(Check):
             )
         if self._below is not None:
             self._below.hit(event)
+
+    def _merged(self, event: BlockMerged) -> None:
+        self.checked += 1
+        if event.target not in self.groups[event.group].key_of:
+            self.fail(
+                f"request {event.request} gave up block {event.source} for block {event.target}, "
+                "in which nothing is findable",
+                group=event.group,
+                block=event.target,
+                request=event.request,
+            )
 
     def _published(self, event: BlocksPublished) -> None:
         request = self.books.known.get(event.request)
@@ -181,7 +195,8 @@ class Valid(Check):
         """Blocks published early are complete once the step that owes them is retired."""
         for group in self.books.groups:
             for block, (request, row) in list(group.owed.items()):
-                if request.computed < (row + 1) * self.block_size and request.running:
+                written = self.books.written(request)
+                if written < (row + 1) * self.block_size and request.running:
                     continue
                 del group.owed[block]
                 shadow = self.shadows[group.group]
@@ -196,20 +211,47 @@ class Valid(Check):
                     )
                     return
 
+    def concludes(self, kind: type[Operation], status: Status) -> bool:
+        # Elsewhere what is computed is findable long before.
+        late = self.semantics.publishes == "at_release"
+        return (kind is not Finish or late) and super().concludes(kind, status)
+
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
         if not isinstance(operation, Retire):
             if isinstance(operation, Reset):
                 self._nothing_findable()
+            elif isinstance(operation, Finish):
+                self._stays_findable(self.books.ended[-1])
             if self._below is not None:
                 self._below.conclude(operation)
             return
         retired, size = self.books.retired, self.block_size
         if retired is None or not self.books.configuration.prefix_caching:
             return
+        publishes = self.semantics.publishes
+        if publishes == "lazily":
+            return
         for item, request in retired.items:
             first, last = item.start // size, item.end // size
+            if publishes == "at_release":
+                last = min(last, request.asked // size)
             if first < last and request.epoch == item.epoch:
                 self._completed_is_findable(request, first, last)
+
+    def _stays_findable(self, request: RequestModel) -> None:
+        """What a request computed, now that it has finished."""
+        size = self.block_size
+        if self.books.configuration.prefix_caching:
+            tags = request.tags[size - 1 : request.computed // size * size : size]
+            for group in self.groups:
+                row = next((r for r, tag in enumerate(tags) if tag not in group.key_of_tag), None)
+                if row is not None:
+                    self.fail(
+                        f"request {request.id} finished, but its row {row}, which was complete, "
+                        "is not findable",
+                        group=group.group,
+                        request=request.id,
+                    )
 
     def _nothing_findable(self) -> None:
         """After a reset."""
@@ -251,6 +293,8 @@ class Valid(Check):
         size = self.block_size
         tags = request.tags[(first + 1) * size - 1 : last * size : size]
         for group in self.groups:
+            if self.books.window(group.group):
+                continue  # it may be behind the window already
             known = group.key_of_tag
             missing = [tag for tag in tags if tag not in known]
             if not missing:

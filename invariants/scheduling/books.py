@@ -13,12 +13,14 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvproof.invariants.books import Books
 from kvproof.invariants.events import Event
 from kvproof.invariants.operations import Arrive
 from kvproof.invariants.outcomes import HIT_PENDING
 from kvproof.invariants.scheduling.vocabulary import (
+    BlocksHeld,
     Completed,
     Deferred,
     Limits,
@@ -27,6 +29,7 @@ from kvproof.invariants.scheduling.vocabulary import (
     QueueState,
     RequestArrived,
     RequestCancelled,
+    RunningReset,
     Scheduled,
     TransferDelivered,
     TransferQueued,
@@ -48,6 +51,7 @@ class LiveRequest:
         "epoch",
         "first_run_ns",
         "first_token_ns",
+        "holds",
         "id",
         "last_run",
         "last_token_ns",
@@ -77,6 +81,8 @@ class LiveRequest:
         """Tags of the prompt, while it waits; made when first asked for."""
         self.state: QueueState = "waiting"
         self.cache_request: int | None = None
+        self.holds = False
+        """Whether it was given blocks before it is run, for the first time or again."""
         self.cached_tokens = 0
         """Hit at its first admission."""
         self.sampled = 0
@@ -240,9 +246,11 @@ class SchedulingBooks:
         self._arriving: Arrive | None = None
         self.event_handlers: dict[type[Event], Callable[..., None]] = {
             RequestArrived: self._arrive,
+            BlocksHeld: self._hold,
             Scheduled: self._schedule,
             Completed: self._complete,
             RequestCancelled: self._cancel,
+            RunningReset: self._reset,
             Deferred: self._defer,
             TransferQueued: self._queue_copy,
             TransferDelivered: self._deliver,
@@ -311,8 +319,11 @@ class SchedulingBooks:
 
     # -- arrival and end -------------------------------------------------------------------------
 
-    def expect(self, operation: Arrive) -> None:
-        """This operation is about to be applied: the next arrival is its request."""
+    def expect(self, operation: Arrive | None) -> None:
+        """This operation is about to be applied: the next arrival is its request.
+
+        None: it is over, refused perhaps, and arrivals to come are others.
+        """
         self._arriving = operation
 
     def _arrive(self, event: RequestArrived) -> None:
@@ -325,6 +336,12 @@ class SchedulingBooks:
         self.arrived = event.request + 1
         self.live[request.id] = self.waiting[request.id] = request
         self.owed_tokens += request.prompt_tokens + request.output_tokens
+
+    def _hold(self, event: BlocksHeld) -> None:
+        request = self._known(event.request, "given blocks")
+        if request is not None:
+            request.cache_request = event.cache_request
+            request.holds = True
 
     def _cancel(self, event: RequestCancelled) -> None:
         request = self._known(event.request, "cancelled")
@@ -389,6 +406,19 @@ class SchedulingBooks:
             request.computed = 0
         request.scheduled = request.computed
 
+    def _reset(self, event: RunningReset) -> None:
+        for number in event.preempted:
+            self._displace(number, "preempted")
+            request = self.live.get(number)
+            if request is not None:
+                request.sampling = 0
+        dropped = set(event.preempted)
+        for flight in self.flights:
+            flight.items = [
+                replace(item, samples=False) if item.request.id in dropped else item
+                for item in flight.items
+            ]
+
     def _swapped_blocks(self, request: LiveRequest) -> int:
         """Blocks with its computed tokens, in all groups."""
         return self.rows(request.computed) * len(self.cache.groups)
@@ -398,7 +428,7 @@ class SchedulingBooks:
         figures = self.figures
         del self._queue(request)[request.id]
         first, swapped = request.state == "waiting", request.state == "swapped"
-        request.state = "running"
+        request.state, request.holds = "running", False
         self.running[request.id] = request
         self.entered.append(request)
         if swapped:

@@ -22,6 +22,7 @@ from kvproof.invariants.scheduling.property import SchedulingCheck
 from kvproof.invariants.scheduling.view import SchedulerView
 from kvproof.invariants.scheduling.vocabulary import (
     BlocksCounted,
+    BlocksHeld,
     Completed,
     Deferred,
     Limits,
@@ -29,6 +30,7 @@ from kvproof.invariants.scheduling.vocabulary import (
     Promises,
     RequestArrived,
     RequestCancelled,
+    RunningReset,
     Scheduled,
     SchedulerEvent,
     TransferDelivered,
@@ -45,10 +47,12 @@ SCHEDULING_OPERATIONS = tuple(
 EVENT_TYPES: tuple[type[SchedulerEvent], ...] = (
     RequestArrived,
     BlocksCounted,
+    BlocksHeld,
     PlanRejected,
     Scheduled,
     Completed,
     RequestCancelled,
+    RunningReset,
     Deferred,
     TransferQueued,
     TransferDelivered,
@@ -129,6 +133,7 @@ class SchedulingChecker:
         """An operation of the scheduler has ended; new violations, if any."""
         kind = operation.__class__
         self.operations += 1
+        self.books.expect(None)
         self.counts[kind][outcome.status] += 1
         try:
             for conclude in self._concluding[kind]:

@@ -18,6 +18,7 @@ from kvproof.invariants.scheduling.vocabulary import (
     Completed,
     Deferred,
     RequestCancelled,
+    RunningReset,
     Scheduled,
 )
 
@@ -115,6 +116,20 @@ SCHEDULING_GOALS: tuple[Goal, ...] = (
         "tiers",
         rare=True,
     ),
+    _goal(
+        "preempted-by-reset",
+        "a reset of the prefix cache preempts requests that run",
+        "arrive",
+        "reset",
+        rare=True,
+    ),
+    _goal(
+        "sample-dropped-by-reset",
+        "a reset drops what a step in flight samples",
+        "arrive",
+        "reset",
+        rare=True,
+    ),
     _goal("finished", "a request gets its last output token", "arrive"),
     _goal("refused-for-ever", "a request that can never fit is refused", "arrive"),
     _goal("refused-by-model", "a request is longer than the model takes", "arrive", rare=True),
@@ -147,6 +162,7 @@ class SchedulingGoals:
             Scheduled: self._scheduling,
             Completed: self._completing,
             RequestCancelled: self._cancelling,
+            RunningReset: self._resetting,
         }
 
     def after_event(self) -> Mapping[type[Event], EventHandler]:
@@ -169,6 +185,12 @@ class SchedulingGoals:
             request = live.get(number)
             swapped = request is not None and request.state == "swapped"
             hits["swapped-in" if swapped else "resumed"] += 1
+
+    def _resetting(self, event: RunningReset) -> None:
+        live = self._books.live
+        known = [live[number] for number in event.preempted if number in live]
+        self.hits["preempted-by-reset"] += bool(known)
+        self.hits["sample-dropped-by-reset"] += any(request.sampling for request in known)
 
     def _scheduled(self, event: Scheduled) -> None:
         hits, books = self.hits, self._books

@@ -11,6 +11,7 @@ from kvproof.invariants.scheduling.vocabulary import (
     PlanRejected,
     RequestArrived,
     RequestCancelled,
+    RunningReset,
     Scheduled,
     TransferDelivered,
     TransferQueued,
@@ -52,6 +53,8 @@ def _clauses(events: Iterable[Event]) -> Iterator[tuple[str, str]]:
                 yield f"step {event.step} ends", f"and with it {_names(event.finished)}"
             case RequestCancelled():
                 yield f"r{event.request}", "is aborted"
+            case RunningReset() if event.preempted:
+                yield "a reset", f"preempts {_names(event.preempted)}"
             case Deferred() if event.requests:
                 yield _names(event.requests), "is deferred: KV is on its way"
             case TransferQueued():

@@ -108,11 +108,22 @@ class BlocksCounted(SchedulerEvent, frozen=True, gc=False):
     """Of the positions, those whose KV is cached."""
 
 
+class BlocksHeld(SchedulerEvent, frozen=True, gc=False):
+    """A request that waits, or was preempted, holds blocks before it is run.
+
+    They are those of its prefix hit, or what it shares with the request that it was forked from.
+    """
+
+    request: int
+    cache_request: int
+    """What the cache calls the request."""
+
+
 class PlanRejected(SchedulerEvent, frozen=True, gc=False):
     """The policy failed, or its plan breaks the contract; nothing of it was applied."""
 
     kind: Literal[
-        "exception", "hang", "wrong_type", "mutation", "unknown_request", "twice", "unready",
+        "exception", "hang", "wrong_type", "mutation", "unknown_request", "twice", "impossible",
         "budget", "sequences", "blocks", "watermark", "host_blocks", "chunk", "in_flight",
         "reserve",
     ]  # fmt: skip
@@ -163,6 +174,15 @@ class RequestCancelled(SchedulerEvent, frozen=True, gc=False):
     """A live request was aborted."""
 
     request: int
+
+
+class RunningReset(SchedulerEvent, frozen=True, gc=False):
+    """The prefix cache is about to be reset, and these running requests were preempted for that.
+
+    What steps in flight sample for them is dropped.
+    """
+
+    preempted: tuple[int, ...]
 
 
 class Deferred(SchedulerEvent, frozen=True, gc=False):

@@ -33,20 +33,57 @@ def _vllm_manager() -> SubjectFactory:
     return VllmManagerSubject
 
 
-def _vllm_scheduler(options: str = "fcfs", imports: bool = True) -> SubjectFactory:
+def _vllm_groups(name: str) -> SubjectFactory:
+    from kvproof.stateful_tests.subjects.vllm_groups import VllmGroupsSubject, VllmHybridSubject
+    from kvproof.stateful_tests.subjects.vllm_manager import load_vllm
+
+    load_vllm()
+    return {"groups": VllmGroupsSubject, "hybrid": VllmHybridSubject}[name]
+
+
+def _vllm_scheduler(family: str, options: str = "fcfs", imports: bool = True) -> SubjectFactory:
     """``options``: POLICY or POLICY:MODULE:CLASS, a scheduler class of the user's."""
     from kvproof.stateful_tests.subjects.vllm_scheduler import vllm_scheduler_factory
 
-    return vllm_scheduler_factory(*options.split(":", 1), imports=imports)
+    return vllm_scheduler_factory(*options.split(":", 1), family=family, imports=imports)
+
+
+def _vllm_offload(threshold: int = 1) -> SubjectFactory:
+    from kvproof.stateful_tests.subjects.vllm_offload import vllm_offload_factory
+
+    return vllm_offload_factory(threshold)
+
+
+def _transformers(policy: str = "fifo") -> SubjectFactory:
+    from kvproof.stateful_tests.subjects.transformers_scheduler import transformers_factory
+
+    return transformers_factory(policy)
+
+
+def _sglang_radix() -> SubjectFactory:
+    from kvproof.stateful_tests.subjects.sglang_package import load_sglang
+    from kvproof.stateful_tests.subjects.sglang_radix import SglangRadixSubject
+
+    load_sglang()  # now, as for vLLM
+    return SglangRadixSubject
 
 
 VLLM_SCHEDULER = "vllm:scheduler"
+VLLM_SCHEDULERS = (VLLM_SCHEDULER, "vllm:async_scheduler")
+"""Their names take options: vLLM's policy, and perhaps a scheduler class of the user's."""
 _SUBJECTS: dict[str, Callable[[], SubjectFactory]] = {
     "engine": _engine,
     "engine:groups": _engine_groups,
     "vllm:manager": _vllm_manager,
-    VLLM_SCHEDULER: _vllm_scheduler,
-    f"{VLLM_SCHEDULER}:priority": lambda: _vllm_scheduler("priority"),
+    "vllm:manager:groups": partial(_vllm_groups, "groups"),
+    "vllm:manager:hybrid": partial(_vllm_groups, "hybrid"),
+    **{name: partial(_vllm_scheduler, name) for name in VLLM_SCHEDULERS},
+    **{f"{name}:priority": partial(_vllm_scheduler, name, "priority") for name in VLLM_SCHEDULERS},
+    "vllm:offload": _vllm_offload,
+    "vllm:offload:twice": lambda: _vllm_offload(threshold=2),
+    "transformers": _transformers,
+    "transformers:prefill_first": lambda: _transformers("prefill_first"),
+    "sglang:radix": _sglang_radix,
 }
 SUBJECT_NAMES = (*_SUBJECTS, "scheduler:POLICY", "eviction:POLICY")
 
@@ -81,8 +118,9 @@ def subject_factory(name: str, *, imports: bool = True) -> SubjectFactory:
     """
     if name in _SUBJECTS:
         return _SUBJECTS[name]()
-    if name.startswith(f"{VLLM_SCHEDULER}:"):
-        return _vllm_scheduler(name.removeprefix(f"{VLLM_SCHEDULER}:"), imports)
+    for family in VLLM_SCHEDULERS:
+        if name.startswith(f"{family}:"):
+            return _vllm_scheduler(family, name.removeprefix(f"{family}:"), imports)
     module, _, attribute = name.partition(":")
     if module in _FAMILIES and attribute:
         return _FAMILIES[module](attribute, imports)

@@ -78,7 +78,7 @@ class SchedulerSubject:
     ``connect`` puts a checker between the two, and makes the scheduler tell its events.
     """
 
-    capabilities = frozenset(SCHEDULER_KINDS)
+    capabilities = frozenset(SCHEDULER_KINDS) - {"reset"}
 
     def __init__(
         self,

@@ -150,7 +150,12 @@ class _Vllm:
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_manager import KVCacheManager
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.kv_cache_interface import (
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+            SlidingWindowSpec,
+        )
         from vllm.v1.request import Request, RequestStatus
 
         self.dtype = torch.float32
@@ -160,6 +165,7 @@ class _Vllm:
         self.manager = KVCacheManager
         self.block_hasher = get_request_block_hasher
         self.attention = FullAttentionSpec
+        self.window = SlidingWindowSpec
         self.cache_config = KVCacheConfig
         self.group = KVCacheGroupSpec
         self.request = Request
@@ -168,15 +174,22 @@ class _Vllm:
         self.hash = sha256
         _without_hash_seed(init_none_hash, sha256)
 
-    def new_manager(self, configuration: Configuration) -> KVCacheManager:
-        """A manager with one group of full attention and a null block on top."""
+    def new_manager(self, configuration: Configuration, windows: Sequence[int]) -> KVCacheManager:
+        """A manager with a group for each window (0: full attention), one pool, and a null block
+        on top."""
         size, blocks = configuration.block_size, configuration.blocks
-        spec = self.attention(block_size=size, num_kv_heads=1, head_size=1, dtype=self.dtype)
+        shape = {"block_size": size, "num_kv_heads": 1, "head_size": 1, "dtype": self.dtype}
+        specs = [
+            self.window(**shape, sliding_window=window) if window else self.attention(**shape)
+            for window in windows
+        ]
         return self.manager(
             self.cache_config(
                 num_blocks=blocks + 1,
                 kv_cache_tensors=[],
-                kv_cache_groups=[self.group(["layer"], spec)],
+                kv_cache_groups=[
+                    self.group([f"layer-{group}"], spec) for group, spec in enumerate(specs)
+                ],
             ),
             max_model_len=blocks * size,
             scheduler_block_size=size,
@@ -381,7 +394,9 @@ class VllmManagerSubject:
     def __init__(self, configuration: Configuration) -> None:
         vllm = load_vllm()
         self.configuration = configuration
-        self.manager: KVCacheManager = vllm.new_manager(configuration)
+        self.manager: KVCacheManager = vllm.new_manager(
+            configuration, self.semantics.windows or (0,) * self.semantics.groups
+        )
         self.live: dict[int, _Live] = {}
         """Live requests by number; numbers count admissions."""
         self.running: list[_Live] = []
@@ -435,8 +450,9 @@ class VllmManagerSubject:
         )
         return tables[0]
 
-    def _rows(self, tokens: int) -> int:
-        return -(-tokens // self.configuration.block_size)
+    def _needs(self, tokens: int) -> int:
+        """Blocks for so many tokens."""
+        return -(-tokens // self.configuration.block_size) * self.semantics.groups
 
     # -- admission ---------------------------------------------------------------------------
 
@@ -475,7 +491,7 @@ class VllmManagerSubject:
         """What vLLM's scheduler checks before it asks the manager."""
         if len(self.running) >= self.configuration.requests:
             return TOO_MANY_REQUESTS
-        if self._rows(length) > self.configuration.blocks:
+        if self._needs(length) > self.configuration.blocks:
             return LARGER_THAN_POOL
         return None
 
@@ -495,8 +511,11 @@ class VllmManagerSubject:
         request.status = self._vllm.status.RUNNING
         live.running = True
         request.num_computed_tokens = live.computed = cached_tokens
-        self._tell_blocks(live, hits.blocks[0])
+        self._tell_admitted(live, hits.blocks)
         return True
+
+    def _tell_admitted(self, live: _Live, hits: Sequence[Sequence[KVCacheBlock]]) -> None:
+        self._tell_blocks(live, hits[0])
 
     def _grow(self, operation: Grow) -> Outcome:
         live = _pick(self.running, operation.request)
@@ -506,7 +525,7 @@ class VllmManagerSubject:
         before = request.num_tokens
         after = before + operation.tokens
         refused = Outcome("refused", NO_FREE_BLOCKS, live.number)
-        if self._rows(after) > self.configuration.blocks:
+        if self._needs(after) > self.configuration.blocks:
             return refused  # beyond max_model_len, where vLLM would stop the request
         request.append_output_token_ids(sampled_tokens(operation.choice, before, operation.tokens))
         if self.manager.allocate_slots(request, after - request.num_computed_tokens) is None:
@@ -569,8 +588,17 @@ class VllmManagerSubject:
         blocks = list(self.table(live))
         self.manager.free(live.request)
         live.rows = live.rows_published = 0
+        self._tell_released(live, 0, blocks)
+
+    def _tell_released(
+        self,
+        live: _Live,
+        group: int,
+        blocks: list[KVCacheBlock],
+        event: type[BlocksReleased] = BlocksReleased,
+    ) -> None:
         released = self._order_of_release(blocks)
-        self._events.append(BlocksReleased(0, live.number, released))
+        self._events.append(event(group, live.number, released))
         for block in released:
             if block in self._keys and self._pool.blocks[block].ref_cnt == 0:
                 self._cached_free[block] = None
@@ -631,9 +659,11 @@ class VllmManagerSubject:
         start, end = request.num_computed_tokens, request.num_tokens
         request.num_computed_tokens = end
         request.num_in_flight_tokens += end - start
-        # A copy: vLLM does not promise that its lists stay as they are.
-        table = [block.block_id for block in self.table(live)]
-        return StepItem(live.number, live.epoch, start, end, (table,))
+        return StepItem(live.number, live.epoch, start, end, self._tables(live))
+
+    def _tables(self, live: _Live) -> tuple[list[int], ...]:
+        """A copy: vLLM does not promise that its lists stay as they are."""
+        return ([block.block_id for block in self.table(live)],)
 
     def _retire(self, operation: Retire) -> Outcome:
         if not self.steps:
@@ -654,7 +684,18 @@ class VllmManagerSubject:
         hits touched, old content of taken blocks evicted, blocks taken, keys published.
         """
         table = self.table(live)
-        first = live.rows
+        self._tell_reused(live, 0, table, hits)
+        self._tell_allocated(live, 0, table)
+        if self.configuration.prefix_caching:
+            self._tell_published(live, table)
+
+    def _tell_reused(
+        self,
+        live: _Live,
+        group: int,
+        table: Sequence[KVCacheBlock],
+        hits: Sequence[KVCacheBlock],
+    ) -> None:
         reused = 0
         for block, hit in zip(table, hits, strict=False):
             if block is not hit:
@@ -662,17 +703,18 @@ class VllmManagerSubject:
             reused += 1
         if reused:
             blocks = [block.block_id for block in table[:reused]]
-            self._events.append(BlocksReused(0, live.number, 0, blocks))
+            self._events.append(BlocksReused(group, live.number, 0, blocks))
             self._not_free(blocks)
-            first = live.rows_published = reused
+            live.rows = live.rows_published = reused
+
+    def _tell_allocated(self, live: _Live, group: int, table: Sequence[KVCacheBlock]) -> None:
+        first = live.rows
         taken = [block.block_id for block in table[first:]]
         if taken:
             if self._keys:
                 self._tell_taken(live, first, taken)
-            self._events.append(BlocksAllocated(0, live.number, first, taken))
+            self._events.append(BlocksAllocated(group, live.number, first, taken))
         live.rows = len(table)
-        if self.configuration.prefix_caching:
-            self._tell_published(live, table)
 
     def _not_free(self, blocks: list[int]) -> None:
         if self._cached_free:
@@ -689,17 +731,18 @@ class VllmManagerSubject:
             # it had: vLLM does so only if the old one is gone.
             if key is not None and (row < full or not self._is_findable(block, key)):
                 del self._keys[block]
-                self._events.append(BlocksEvicted(0, [block], [key], "pressure"))
+                self._events.append(BlocksEvicted(_group_of(key), [block], [key], "pressure"))
 
     def _tell_evicted(self, blocks: list[int], cause: Any) -> int:
         """Tell which of these blocks, none of them held, are not findable any more."""
         lost = [block for block in blocks if not self._is_findable(block, self._keys[block])]
         for block in lost:
             del self._cached_free[block]
-            self._events.append(BlocksEvicted(0, [block], [self._keys.pop(block)], cause))
+            key = self._keys.pop(block)
+            self._events.append(BlocksEvicted(_group_of(key), [block], [key], cause))
         return len(lost)
 
-    def _tell_published(self, live: _Live, table: Sequence[KVCacheBlock]) -> None:
+    def _tell_published(self, live: _Live, table: Sequence[KVCacheBlock], group: int = 0) -> None:
         """Tell which further rows of a table are findable now."""
         first = live.rows_published
         keys: list[bytes] = []
@@ -712,11 +755,16 @@ class VllmManagerSubject:
         if keys:
             end = live.rows_published = first + len(keys)
             blocks = [block.block_id for block in table[first:end]]
-            self._events.append(BlocksPublished(0, live.number, first, blocks, keys))
+            self._events.append(BlocksPublished(group, live.number, first, blocks, keys))
 
     def _is_findable(self, block: int, key: bytes) -> bool:
         found: bool = self._pool.cached_block_hash_to_block.contain(key, block)
         return found
+
+
+def _group_of(key: bytes) -> int:
+    """The group in which a block is findable: the end of its key."""
+    return int.from_bytes(key[-4:], "big")
 
 
 def _pick(candidates: Sequence[_Live], index: int) -> _Live | None:

@@ -6,15 +6,14 @@ See :mod:`kvproof.stateful_tests.subjects.vllm_scheduler`.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
 from kvproof.invariants.events import (
     BlocksEvicted,
-    BlocksReleased,
     Event,
     RequestAborted,
     RequestAdmitted,
@@ -35,10 +34,11 @@ from kvproof.invariants.operations import (
     Operation,
     Preempt,
     Reserve,
+    Reset,
     Resume,
     Retire,
 )
-from kvproof.invariants.outcomes import SKIPPED, Outcome
+from kvproof.invariants.outcomes import BLOCKS_IN_USE, SKIPPED, Outcome
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.subjects.vllm_manager import (
     VllmManagerSubject,
@@ -56,6 +56,7 @@ CHOICE = 0
 
 _RETIRE = Retire()
 _by_number = attrgetter("number")
+_Result = TypeVar("_Result")
 
 
 class Listener(Protocol):
@@ -111,15 +112,13 @@ class OverheardCache(VllmManagerSubject):
 
     name = "vllm:scheduler"
     capabilities = frozenset(
-        kind.__name__.lower()
-        for kind in (Admit, Decode, Reserve, Finish, Abort, Preempt, Resume, Launch, Retire)
-    )
+        ("admit", "decode", "reserve", "finish", "abort", "preempt", "resume", "launch", "retire")
+    ) | {"reset"}
     semantics = replace(
         VllmManagerSubject.semantics,
-        fences_releases=True,  # for the cache, no step is in flight when blocks are given back
+        stream_order=True,
         exact_admission=False,
         chunks=True,
-        runs_ahead=False,
         slots=True,
     )
 
@@ -127,6 +126,7 @@ class OverheardCache(VllmManagerSubject):
         self, configuration: Configuration, manager: KVCacheManager, listener: Listener
     ) -> None:
         super().__init__(configuration)
+        self.semantics = replace(self.semantics, runs_ahead=configuration.run_ahead > 1)
         self.manager = manager
         self._pool = manager.block_pool
         self._view = _OverheardView(self)
@@ -134,12 +134,16 @@ class OverheardCache(VllmManagerSubject):
         """A block that is findable already, by a token that is told with the next operation."""
         self._outcome = SKIPPED
         self._listener = listener
+        self._ending: list[Request] | None = None
+        """While samples are taken in: the requests that these end."""
         self.evictions = 0
         self.by_id: dict[str, _Told] = {}
         """By vLLM's name: those that were admitted and are live."""
         self._allocate_slots, self._free = manager.allocate_slots, manager.free
         manager.allocate_slots = self.allocate_slots
         manager.free = self.free
+        self._reset_prefix_cache = manager.reset_prefix_cache
+        manager.reset_prefix_cache = self.reset_prefix_cache
 
     def apply(self, operation: Operation) -> Outcome:
         return self._outcome
@@ -224,6 +228,9 @@ class OverheardCache(VllmManagerSubject):
 
     def free(self, request: Request) -> None:
         """As the manager's: the request was preempted, or has ended."""
+        if self._ending is not None:
+            self._ending.append(request)
+            return
         live = self.by_id.get(request.request_id)
         if live is None:  # it was never admitted
             self._free(request)
@@ -255,16 +262,22 @@ class OverheardCache(VllmManagerSubject):
         blocks = list(self.table(live))
         self._free(request)
         live.rows = live.rows_published = 0
-        if not blocks:
-            return
-        released = self._order_of_release(blocks)
-        self._events.append(BlocksReleased(0, live.number, released))
-        for block in released:
-            if block in self._keys and self._pool.blocks[block].ref_cnt == 0:
-                self._cached_free[block] = None
+        if blocks:
+            self._tell_released(live, 0, blocks)
 
-    def _tell_published(self, live: _Live, table: Sequence[KVCacheBlock]) -> None:
-        super()._tell_published(live, table[: live.length // self.size])
+    def reset_prefix_cache(self) -> bool:
+        """As the manager's."""
+        cached = list(self._cached_free)
+        done: bool = self._reset_prefix_cache()
+        if done:
+            self._outcome = Outcome("done", count=self._tell_evicted(cached, "reset"))
+        else:
+            self._outcome = Outcome("refused", BLOCKS_IN_USE)
+        self._listener.overheard(Reset(), None)
+        return done
+
+    def _tell_published(self, live: _Live, table: Sequence[KVCacheBlock], group: int = 0) -> None:
+        super()._tell_published(live, table[: live.length // self.size], group)
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -279,10 +292,24 @@ class OverheardCache(VllmManagerSubject):
         self._events.append(event)
         self._done(operation, count=sum([item.end - item.start for item in items]))
 
-    def retired(self) -> None:
-        """Whatever is launched later runs later: what the step has written is there."""
+    def retire(self, take_in: Callable[[], _Result]) -> _Result:
+        """The scheduler takes in the samples of the oldest step.
+
+        What becomes findable by them is the step's; the blocks of requests that they end are given
+        back, and told so, right after: until then nobody asks for blocks.
+        """
+        self._ending = []
+        result = take_in()
+        ending, self._ending = self._ending, None
         step = self.steps.popleft()
-        for item in step.items:
-            self.live[item.request].computed = item.end
         self._events.append(StepRetired(step.step))
+        for item in step.items:
+            live = self.live.get(item.request)
+            if live is not None and live.running and live.epoch == item.epoch:
+                live.computed = item.end
+                if self.configuration.prefix_caching:
+                    self._tell_published(live, self.table(live))
         self._done(_RETIRE, count=len(step.items))
+        for request in ending:
+            self.free(request)
+        return result

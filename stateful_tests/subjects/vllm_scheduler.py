@@ -9,8 +9,12 @@ both floors are checked, as those of kvproof's own.
 How vLLM maps:
 
 * **Keys are published when slots are allocated**, before the step that computes them is launched.
-  What is owed so has to be written by that step: the cache's step is launched and retired when
-  ``schedule`` returns, which is the order of the GPU's stream, and its samples come later.
+  What is owed so has to be written by that step.  Steps run in the order of their launch, as on the
+  GPU's stream (``Semantics.stream_order``): vLLM gives back blocks that a step in flight uses.
+* **Asynchronous scheduling** (``vllm:async_scheduler``) keeps two steps in flight.  A request is
+  run for tokens that are being sampled still: these have slots, and are told, from then on; the
+  block that they complete is findable once they have come.  Samples of a request that was preempted
+  meanwhile are still delivered; those after its last one are void.
 * **What a step reads** is not asked of the cache, but followed as a worker follows it: from the
   block ids and the computed tokens in vLLM's ``SchedulerOutput``.
 * A token is told to the cache when vLLM gives it a slot; vLLM has known it a little longer.
@@ -22,10 +26,8 @@ How vLLM maps:
   pool at most, as vLLM demands when it starts.
 * Time stands still: figures of time are 0.
 
-Driven is ``Scheduler``, or a subclass of it, with one step in flight; ``AsyncScheduler`` too.  With
-two in flight that frees blocks which a step in flight uses, and the order of the stream makes it
-safe: a promise that :class:`Semantics` has no word for.  Not driven either: tiers, watermarks,
-speculative tokens, and resets, which drop samples in flight.
+Driven is ``Scheduler`` or ``AsyncScheduler``, or a subclass of it.  Not driven: tiers, watermarks,
+speculative tokens, pipelines, and groups.
 
 vLLM is imported when the first subject is built, not with this module.
 """
@@ -33,9 +35,7 @@ vLLM is imported when the first subject is built, not with this module.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
-from functools import lru_cache, partial
-from types import SimpleNamespace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -51,12 +51,14 @@ from kvproof.invariants.operations import (
     Arrive,
     Operation,
     Preempt,
+    Reset,
     Resume,
     Retire,
     Run,
     Schedule,
 )
 from kvproof.invariants.outcomes import (
+    BLOCKS_IN_USE,
     LARGER_THAN_MODEL,
     LARGER_THAN_POOL,
     NOTHING_TO_RUN,
@@ -64,215 +66,66 @@ from kvproof.invariants.outcomes import (
     SKIPPED,
     Outcome,
 )
-from kvproof.invariants.prompts import prompt_length, prompt_tokens, sampled_token
+from kvproof.invariants.prompts import prompt_length, sampled_token
 from kvproof.invariants.scheduling.vocabulary import (
     BlocksCounted,
     Completed,
-    Limits,
     Part,
     Promises,
     QueueState,
     RequestArrived,
     RequestCancelled,
+    RunningReset,
     Scheduled,
     SchedulerEvent,
 )
 from kvproof.invariants.subject import Configuration
-from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
-from kvproof.stateful_tests.subjects.policies import user_module
 from kvproof.stateful_tests.subjects.scheduler import SchedulerSubject
-from kvproof.stateful_tests.subjects.vllm_manager import NAME as MANAGER
-from kvproof.stateful_tests.subjects.vllm_manager import load_vllm
 from kvproof.stateful_tests.subjects.vllm_overheard import CHOICE, OverheardCache
+from kvproof.stateful_tests.subjects.vllm_scheduling import (
+    NAME,
+    PREFIX,
+    STEPS_IN_FLIGHT,
+    STOP,
+    fitted,
+    load_scheduling,
+    user_scheduler,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
-NAME = "vllm:scheduler"
 POLICIES = ("fcfs", "priority")
 """vLLM's own; the first one is its default."""
-
-STOP = 1 << 30
-"""The token at which requests stop early: no prompt has it, and nothing else samples it."""
 
 _PROMISES = {
     "fcfs": Promises(fcfs=True, no_barrier=True, work_conserving=True),
     "priority": Promises(strict_priority=True, no_barrier=True, work_conserving=True),
 }
-_PREFIX = "request-"
-"""vLLM's names of requests; their rank of arrival follows."""
 
 
 def vllm_scheduler_factory(
-    policy: str, scheduler_class: str | None = None, *, imports: bool
+    policy: str, scheduler_class: str | None = None, *, family: str = NAME, imports: bool
 ) -> Callable[[Configuration], VllmSchedulerSubject]:
     """A subject with that policy of vLLM's, and perhaps with MODULE:CLASS for its scheduler.
 
-    ``imports``: as for ``subject_factory``.  Raises InputError if there is no such thing.
+    ``family``: the subject's name without options.  ``imports``: as for ``subject_factory``.
+    Raises InputError if there is no such thing.
     """
     if policy not in POLICIES:
         raise InputError(f"vLLM has no policy {policy!r}: there are {', '.join(POLICIES)}")
     options = [policy, scheduler_class] if scheduler_class else [policy][policy == POLICIES[0] :]
-    name = ":".join([NAME, *options])
+    name = ":".join([family, *options])
     if scheduler_class and not imports:
         raise InputError(f"the case is of subject {name!r}: say --subject {name} to import it")
     load_scheduling()  # now, so that a missing package is bad input and not a crash of the subject
-    chosen = user_scheduler(scheduler_class) if scheduler_class else None
-    return partial(VllmSchedulerSubject, policy=policy, name=name, scheduler_class=chosen)
-
-
-def user_scheduler(name: str) -> type[Scheduler]:
-    """The class that MODULE:CLASS names, to stand in for vLLM's Scheduler."""
-    module, _, attribute = name.partition(":")
-    try:
-        chosen = getattr(user_module(module), attribute)
-    except Exception as error:  # whatever the user's module does when imported
-        raise InputError(
-            f"scheduler class {name!r} cannot be imported: {type(error).__name__}: {error}"
-        ) from None
-    base = load_scheduling().scheduler
-    if not (isinstance(chosen, type) and issubclass(chosen, base)):
-        raise InputError(f"scheduler class {name!r} is no subclass of vLLM's Scheduler")
-    return chosen
-
-
-# -- vLLM itself -------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=1)
-def load_scheduling() -> _Scheduling:
-    """Import vLLM's scheduler, once per process; raises SubjectUnavailable."""
-    try:
-        return _Scheduling()
-    except SubjectUnavailable as error:
-        raise SubjectUnavailable(str(error).replace(MANAGER, NAME)) from None
-    except ImportError as error:
-        raise SubjectUnavailable(
-            f"the subject {NAME}: vLLM's scheduler cannot be imported ({error}): "
-            "see requirements-vllm.txt"
-        ) from error
-
-
-class _Model(SimpleNamespace):
-    """All that the scheduler asks of a model's configuration."""
-
-    def __init__(self, max_model_len: int) -> None:
-        super().__init__(
-            max_model_len=max_model_len,
-            runner_type="generate",
-            uses_mrope=False,
-            is_encoder_decoder=False,
-            is_diffusion=False,
-            supports_multimodal_inputs=False,
-            multimodal_config=None,
-            return_sampling_mask=False,
-            skip_tokenizer_init=True,
-        )
-
-
-class _Scheduling:
-    """The names of vLLM that this adapter uses beside those of the manager's."""
-
-    def __init__(self) -> None:
-        from vllm.config import CacheConfig, DeviceConfig, SchedulerConfig, VllmConfig
-        from vllm.sampling_params import SamplingParams
-        from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.outputs import ModelRunnerOutput
-        from vllm.v1.structured_output import StructuredOutputManager
-
-        self.manager = load_vllm()
-        self.scheduler = Scheduler
-        self.output = ModelRunnerOutput
-        self.sampling = SamplingParams
-        self._config = VllmConfig(
-            scheduler_config=SchedulerConfig(
-                max_model_len=8192, is_encoder_decoder=False, async_scheduling=False
-            ),
-            cache_config=CacheConfig(block_size=16),
-            device_config=DeviceConfig(device="cpu"),
-        )
-        self._config.model_config = _Model(8192)
-        self._structured = StructuredOutputManager(self._config)
-
-    def new_scheduler(
-        self, configuration: Configuration, policy: str, scheduler_class: type[Scheduler]
-    ) -> Scheduler:
-        """A scheduler over a pool of its own; vLLM's configuration is made once, and copied."""
-        vllm, limits, size = self.manager, configuration.scheduling, configuration.block_size
-        config: Any = copy(self._config)
-        config.model_config = _Model(limits.max_model_tokens)
-        config.scheduler_config = scheduling = copy(config.scheduler_config)
-        scheduling.policy = policy
-        scheduling.max_num_seqs = configuration.requests
-        scheduling.max_num_batched_tokens = limits.token_budget
-        scheduling.enable_chunked_prefill = limits.chunked_prefill
-        scheduling.long_prefill_token_threshold = prefill_threshold(configuration)
-        config.cache_config = caching = copy(config.cache_config)
-        caching.block_size = size
-        caching.enable_prefix_caching = configuration.prefix_caching
-        caching.num_gpu_blocks = blocks = configuration.blocks + 1
-        spec = vllm.attention(block_size=size, num_kv_heads=1, head_size=1, dtype=vllm.dtype)
-        return scheduler_class(
-            config,
-            vllm.cache_config(
-                num_blocks=blocks,
-                kv_cache_tensors=[],
-                kv_cache_groups=[vllm.group(["layer"], spec)],
-            ),
-            structured_output_manager=self._structured,
-            block_size=size,
-            hash_block_size=size,
-            log_stats=True,
-        )
-
-    def new_request(
-        self, number: int, operation: Arrive, block_hasher: Callable[[Request], list[Any]] | None
-    ) -> Request:
-        """A request as the front end would hand it over."""
-        vllm = self.manager
-        return vllm.request(
-            request_id=f"{_PREFIX}{number}",
-            prompt_token_ids=prompt_tokens(operation.prompt).tolist(),
-            sampling_params=self.sampling(
-                max_tokens=max(operation.output, operation.max_tokens), stop_token_ids=[STOP]
-            ),
-            pooling_params=None,
-            arrival_time=float(number),
-            priority=operation.priority,
-            cache_salt=f"salt-{operation.salt}" if operation.salt else None,
-            block_hasher=block_hasher,
-        )
-
-
-def prefill_threshold(configuration: Configuration) -> int:
-    """``long_prefill_token_threshold``: tokens of one prompt in a step, if several run."""
-    return 2 * configuration.block_size if configuration.scheduling.chunked_prefill else 0
-
-
-def fitted(configuration: Configuration) -> Configuration:
-    """As vLLM would accept it, and with a budget that matters: see above."""
-    pool, limits = configuration.blocks * configuration.block_size, configuration.scheduling
-    longest = min(limits.max_model_tokens, pool)
-    budget = limits.token_budget
-    if not limits.chunked_prefill:
-        budget = max(budget, longest)
-    elif budget >= pool:
-        budget = max(1, pool // 2)
-    return Configuration(
-        blocks=configuration.blocks,
-        block_size=configuration.block_size,
-        requests=min(configuration.requests, budget),
-        run_ahead=1,
-        prefix_caching=configuration.prefix_caching,
-        kv_bytes_per_token=configuration.kv_bytes_per_token,
-        scheduling=Limits(
-            token_budget=budget,
-            max_model_tokens=longest,
-            chunked_prefill=limits.chunked_prefill,
-        ),
+    chosen = user_scheduler(family, scheduler_class) if scheduler_class else None
+    return partial(
+        VllmSchedulerSubject, policy=policy, name=name, family=family, scheduler_class=chosen
     )
 
 
@@ -320,7 +173,7 @@ class VllmSchedulerView:
         self._scheduler = subject.scheduler
 
     def live(self) -> Sequence[int]:
-        return sorted([int(name.removeprefix(_PREFIX)) for name in self._scheduler.requests])
+        return sorted([int(name.removeprefix(PREFIX)) for name in self._scheduler.requests])
 
     def standing(self, request: int) -> tuple[QueueState, int, int]:
         found: Request = self._subject.jobs[request].request
@@ -354,7 +207,10 @@ class VllmSchedulerView:
             "kv_blocks_total": total,
             "kv_blocks_free": free,
             "live_cached_tokens": sum(
-                [r.num_computed_tokens - r.num_in_flight_tokens for r in scheduler.running]
+                [
+                    r.num_computed_tokens - r.num_in_flight_tokens + r.num_stale_output_tokens
+                    for r in scheduler.running
+                ]
             ),
             "active_sequences": running,
             "waiting_sequences": waiting,
@@ -404,7 +260,7 @@ class VllmSchedulerSubject(SchedulerSubject):
     Raises SubjectUnavailable where vLLM 0.33 is not installed.
     """
 
-    capabilities = frozenset(("arrive", "schedule", "run", "retire", "abort"))
+    capabilities = frozenset(("arrive", "schedule", "run", "retire", "abort", "reset"))
     cache: Any
     scheduler: Any
     state_view: Any
@@ -415,13 +271,14 @@ class VllmSchedulerSubject(SchedulerSubject):
         *,
         policy: str = POLICIES[0],
         name: str = NAME,
+        family: str = NAME,
         scheduler_class: type[Scheduler] | None = None,
     ) -> None:
         self.vllm = load_scheduling()
         self.name = name
-        self.configuration = fitted(configuration)
+        self.configuration = fitted(configuration, STEPS_IN_FLIGHT[family])
         self.scheduler = self.vllm.new_scheduler(
-            self.configuration, policy, scheduler_class or self.vllm.scheduler
+            self.configuration, policy, scheduler_class or self.vllm.schedulers[family]
         )
         self.cache = OverheardCache(
             self.configuration, self.scheduler.kv_cache_manager, listener=self
@@ -450,6 +307,7 @@ class VllmSchedulerSubject(SchedulerSubject):
             Run: self._run,
             Retire: lambda operation: self._retire(),
             Abort: self._abort,
+            Reset: self._reset,
         }
 
     # -- what the cache below overhears ----------------------------------------------------------
@@ -514,6 +372,18 @@ class VllmSchedulerSubject(SchedulerSubject):
         del self.jobs[job.number], self.jobs_by_id[job.request.request_id]
         self.cached_tokens.pop(job.number, None)
 
+    def _reset(self, operation: Reset) -> Outcome:
+        """An operator's doing: new weights, say."""
+        self._noted = {Admit: [], Resume: [], Preempt: []}
+        done = self.scheduler.reset_prefix_cache(reset_running_requests=operation.running)
+        preempted = tuple(self._noted[Preempt])
+        self.preemptions += len(preempted)
+        if operation.running:
+            self._emit(RunningReset(preempted))
+        if not done:
+            return Outcome("refused", BLOCKS_IN_USE)
+        return Outcome("done", count=len(preempted))
+
     # -- the engine core ---------------------------------------------------------------------------
 
     def _schedule(self) -> Outcome:
@@ -523,9 +393,12 @@ class VllmSchedulerSubject(SchedulerSubject):
             return Outcome("refused", NOTHING_TO_RUN)
         self._noted = {Admit: [], Resume: [], Preempt: []}
         scheduled: SchedulerOutput = self.scheduler.schedule()
-        step = self._work(scheduled) if scheduled.num_scheduled_tokens else None
-        if step is None:
-            self.scheduler.update_from_output(scheduled, self._results({}))
+        step, items = self._steps, self._work(scheduled)
+        if items:
+            self._steps += 1
+            self.cache.launched(step, items)
+        else:
+            self._take_figures(self.scheduler.update_from_output(scheduled, self._results({})))
         admitted, resumed, preempted = map(tuple, self._noted.values())
         self.admissions += len(admitted)
         self.resumptions += len(resumed)
@@ -534,7 +407,7 @@ class VllmSchedulerSubject(SchedulerSubject):
             Scheduled(
                 self._iterations,
                 0,
-                step,
+                step if items else None,
                 self._parts(scheduled),
                 admitted,
                 resumed,
@@ -543,8 +416,6 @@ class VllmSchedulerSubject(SchedulerSubject):
             )
         )
         self._iterations += 1
-        if step is not None:
-            self.cache.retired()
         return Outcome("done", count=scheduled.total_num_scheduled_tokens)
 
     def _parts(self, scheduled: SchedulerOutput) -> tuple[Part, ...]:
@@ -560,9 +431,11 @@ class VllmSchedulerSubject(SchedulerSubject):
             return SKIPPED
         flight = self._flights.pop(0)
         sampled, finished = [], []
-        told = self.scheduler.update_from_output(flight.scheduled, flight.results)
+        told = self.cache.retire(
+            lambda: self.scheduler.update_from_output(flight.scheduled, flight.results)
+        )
+        self._take_figures(told)
         for outputs in told.values():
-            self._take_figures(outputs.scheduler_stats)
             for output in outputs.outputs:
                 job = self.jobs_by_id[output.request_id]
                 sampled += [job.number] * len(output.new_token_ids)
@@ -575,16 +448,19 @@ class VllmSchedulerSubject(SchedulerSubject):
         return Outcome("done", count=len(sampled))
 
     def _run(self, operation: Run) -> Outcome:
+        """As vLLM's engine core: samples are taken in when no further step may be scheduled."""
         for done in range(operation.iterations):
             outcome = self._schedule()
+            if outcome.count and len(self._flights) < self.configuration.run_ahead:
+                continue
             if self._retire().status == "skipped" and outcome.status != "done":
                 return Outcome("done", count=done) if done else outcome
         return Outcome("done", count=operation.iterations)
 
     # -- the worker --------------------------------------------------------------------------------
 
-    def _work(self, scheduled: SchedulerOutput) -> int:
-        """Carry out a step, with what vLLM tells its workers and nothing else; its number."""
+    def _work(self, scheduled: SchedulerOutput) -> list[StepItem]:
+        """Carry out a step, with what vLLM tells its workers and nothing else; what it computes."""
         items, samples = [], {}
         starts = self._follow(scheduled)
         for name, tokens in scheduled.num_scheduled_tokens.items():
@@ -592,12 +468,10 @@ class VllmSchedulerSubject(SchedulerSubject):
             end = starts[name] + tokens
             items.append(StepItem(live.number, live.epoch, starts[name], end, (job.table[:],)))
             samples[name] = [job.sample()] if end == job.tokens else []
-        step = self._steps
-        self._steps += 1
-        self.batch_size = len(items)
-        self.cache.launched(step, items)
-        self._flights.append(_Flight(step, scheduled, self._results(samples)))
-        return step
+        if items:
+            self.batch_size = len(items)
+            self._flights.append(_Flight(self._steps, scheduled, self._results(samples)))
+        return items
 
     def _follow(self, scheduled: SchedulerOutput) -> dict[str, int]:
         """Take in the news of tables and tokens; where each request stands."""
@@ -629,11 +503,13 @@ class VllmSchedulerSubject(SchedulerSubject):
 
     # -- figures -----------------------------------------------------------------------------------
 
-    def _take_figures(self, stats: Any) -> None:
+    def _take_figures(self, told: Mapping[int, EngineCoreOutputs]) -> None:
         """vLLM's figures of the prefix cache, which it hands out once."""
-        if stats is not None:
-            self._queries += stats.prefix_cache_stats.queries
-            self._hits += stats.prefix_cache_stats.hits
+        for outputs in told.values():
+            stats = outputs.scheduler_stats
+            if stats is not None:
+                self._queries += stats.prefix_cache_stats.queries
+                self._hits += stats.prefix_cache_stats.hits
 
     def prefix_cache_figures(self) -> tuple[int, int]:
         """Tokens that were looked up at first admissions, and those of them that were hit."""

@@ -4,8 +4,9 @@ Verifies: that a request that finished or was cancelled is not in the cache any 
 preempted or swapped one holds no block of the device; in audits, that the cache knows no request
 beside those that were admitted and are live.
 
-Does not verify: that blocks which a step in flight still uses are given back after it, and to
-whom (the cache's EXCL, REF and QUIES).
+Does not verify: a preempted request that is said to hold a prefix hit already (``BlocksHeld``);
+that blocks which a step in flight still uses are given back after it, and to whom (the cache's
+EXCL, REF and QUIES).
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from kvproof.invariants.events import Event
 from kvproof.invariants.property import Claim, EventHandler
 from kvproof.invariants.scheduling.books import LiveRequest
 from kvproof.invariants.scheduling.property import SchedulingCheck
-from kvproof.invariants.scheduling.vocabulary import Completed, RequestCancelled, Scheduled
+from kvproof.invariants.scheduling.vocabulary import (
+    Completed,
+    RequestCancelled,
+    RunningReset,
+    Scheduled,
+)
 
 
 class Hold(SchedulingCheck):
@@ -40,6 +46,7 @@ class Hold(SchedulingCheck):
             Completed: self._ended,
             RequestCancelled: self._ended,
             Scheduled: self._scheduled,
+            RunningReset: self._reset,
         }
 
     def _ended(self, event: Event) -> None:
@@ -60,10 +67,16 @@ class Hold(SchedulingCheck):
             if request is not None:
                 self._holds_nothing(request)
 
+    def _reset(self, event: RunningReset) -> None:
+        for number in event.preempted:
+            request = self.books.displaced.get(number)
+            if request is not None:
+                self._holds_nothing(request)
+
     def _holds_nothing(self, request: LiveRequest) -> None:
         self.checked += 1
         held = self.books.held_blocks(request)
-        if held:
+        if held and not request.holds:
             self.fail(
                 f"request {request.id} is {request.state}, but still holds {held} blocks",
                 request=request.id,

@@ -29,6 +29,7 @@ from kvproof.invariants.scheduling.vocabulary import (
     Deferred,
     RequestArrived,
     RequestCancelled,
+    RunningReset,
     Scheduled,
 )
 from kvproof.invariants.verdict import Violation, counted
@@ -119,6 +120,7 @@ class Live(SchedulingCheck):
         return {
             RequestArrived: self._changed,
             RequestCancelled: self._changed,
+            RunningReset: self._changed,
             Scheduled: self._scheduled,
             Completed: self._completed,
             Deferred: self._deferred,

@@ -2,9 +2,9 @@
 
 Verifies: that no plan is rejected and no policy fails; that an iteration runs live, ready requests
 once each, for no more tokens than are pending, and none that it preempts; that the requests it
-admits, resumes, preempts or swaps out are in the queues from which that is possible; that it admits
-nobody who waits for KV that is on its way, or behind one that does; that without chunked prefill
-each prompt is computed in one iteration.
+admits, resumes, preempts or swaps out are in the queues from which that is possible; that a reset
+of what runs preempts all of it; that it admits nobody who waits for KV that is on its way, or
+behind one that does; that without chunked prefill each prompt is computed in one iteration.
 
 Does not verify: whether a plan is a good one; the limits of an iteration (BUDGET); the order in
 which a policy serves its queues (FCFS, PRIORITY).
@@ -23,6 +23,7 @@ from kvproof.invariants.scheduling.vocabulary import (
     BlocksCounted,
     PlanRejected,
     QueueState,
+    RunningReset,
     Scheduled,
 )
 from kvproof.invariants.verdict import Violation
@@ -54,7 +55,11 @@ class Plan(SchedulingCheck):
         """Cached tokens of requests that the policy asked about, in this iteration."""
 
     def before_event(self) -> Mapping[type[Event], EventHandler]:
-        return {PlanRejected: self._rejected, Scheduled: self._scheduled}
+        return {
+            PlanRejected: self._rejected,
+            Scheduled: self._scheduled,
+            RunningReset: self._reset,
+        }
 
     def after_event(self) -> Mapping[type[Event], EventHandler]:
         handlers: dict[type[Event], EventHandler] = {Scheduled: self._computed}
@@ -92,6 +97,15 @@ class Plan(SchedulingCheck):
         for number in event.admitted:
             self._must_be_shown(event, number)
         self._compare_queues(event, named)
+
+    def _reset(self, event: RunningReset) -> None:
+        """All that run, and nobody else."""
+        self.checked += 1
+        for number in self._once(event.preempted, "takes blocks back from"):
+            self._must_run(number, "preempts")
+        left = [number for number in self.books.running if number not in event.preempted]
+        if left:
+            self.fail(f"a reset left request {left[0]} running", request=left[0])
 
     def _must_run(self, number: int, what: str) -> None:
         request = self.books.live.get(number)

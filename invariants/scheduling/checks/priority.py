@@ -25,6 +25,7 @@ from kvproof.invariants.scheduling.vocabulary import (
     Promises,
     RequestArrived,
     RequestCancelled,
+    RunningReset,
     Scheduled,
 )
 from kvproof.invariants.verdict import Violation
@@ -56,12 +57,18 @@ class Priority(SchedulingCheck):
         return {
             RequestArrived: self._arrived,
             Scheduled: self._scheduled,
+            RunningReset: self._reset,
             Completed: self._ended,
             RequestCancelled: self._ended,
         }
 
     def _arrived(self, event: RequestArrived) -> None:
         self._wait(self.books.live[event.request])
+
+    def _reset(self, event: RunningReset) -> None:
+        for number in event.preempted:
+            if number in self.books.displaced:
+                self._wait(self.books.displaced[number])
 
     def _ended(self, event: Event) -> None:
         for request in self.books.ended:

@@ -23,6 +23,7 @@ from kvproof.invariants.scheduling.vocabulary import (
     Completed,
     RequestArrived,
     RequestCancelled,
+    RunningReset,
     Scheduled,
 )
 
@@ -51,6 +52,7 @@ class Progress(SchedulingCheck):
             RequestArrived: self._arrived,
             Scheduled: self._follow,
             RequestCancelled: self._follow,
+            RunningReset: self._follow,
             Completed: self._completed,
         }
 

@@ -1,0 +1,405 @@
+"""Continuous batching of Hugging Face transformers as a subject: the real engine, unmodified.
+
+Its scheduler decides by itself, and a tiny model of its own computes on CPU; the adapter plays the
+clients, the loop and the sampler.  What the engine does to its cache is overheard at the methods of
+``PagedAttentionCache`` (:mod:`kvproof.stateful_tests.subjects.transformers_overheard`), and told as
+operations of a cache, each at the moment when it happens; iterations, samples and ends are told as
+a scheduler's events.
+
+How transformers maps:
+
+* **One iteration** is ``prepare_next_batch``, ``_generation_step`` and, with the operation retire,
+  ``update_batch``.  The engine has one step in flight, and does nothing else meanwhile.
+* **What a step reads and writes** is taken from the indices that the engine made for its model.
+* **Blocks become findable in** ``update_batch``, those of a request that goes on only; an equal
+  block, if there is one, then takes their place in the table (``Semantics.duplicates``).
+* **Soft resets are preemptions.**  All that is in ``cached_blocks`` is free, but may be taken only
+  once the engine has evicted it, which it does when it fails to allocate.
+* **Forks.**  ``Arrive.samples`` is one more than ``num_children``.  A request is forked when all of
+  its prompt but one token is computed, and the requests that come of it arrive then; those for
+  which no block is left are computed from scratch.
+* A request that the engine finds a prefix hit or a parent for holds blocks before it is first run.
+  To the scheduler's checks it waits until then (``BlocksHeld``).
+* **A cancellation** takes effect when the next batch is prepared, as the engine's does.
+* **What a client gets** are the outputs that the engine delivers; a token counts when it is there,
+  after the prompt and the tokens before it.
+* Pages have at least 4 tokens; those of an odd number of tokens come in sectors of two.  The limit
+  of running requests is ``max_requests_per_batch``, which bounds a step: more may be active.
+* What can never fit the adapter refuses, in place of a client: the engine accepts it, and fails
+  later.
+* The keys of transformers know no salts, so prompts share prefixes whatever their salt.
+* The bytes themselves are looked at, too: the KV that a step reads has to be that of the request's
+  tokens (``ForeignKv``).
+* Time stands still: figures of time are 0.
+
+Not driven: sliding windows, alone or beside full attention (their tables are rings, which a step's
+tables cannot say), offloading to the host (its memory is pinned, which CPUs have not), asynchronous
+batching (which needs an accelerator), and sampling by the model.
+
+transformers is imported when the first subject is built, not with this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvproof.invariants.events import Event, StepItem
+from kvproof.invariants.operations import (
+    Abort,
+    Admit,
+    Arrive,
+    Operation,
+    Preempt,
+    Retire,
+    Run,
+    Schedule,
+)
+from kvproof.invariants.outcomes import (
+    LARGER_THAN_MODEL,
+    LARGER_THAN_POOL,
+    NOTHING_TO_RUN,
+    RUN_AHEAD_LIMIT,
+    SKIPPED,
+    Outcome,
+)
+from kvproof.invariants.prompts import prompt_length
+from kvproof.invariants.scheduling.vocabulary import (
+    BlocksHeld,
+    Completed,
+    Part,
+    Promises,
+    RequestArrived,
+    RequestCancelled,
+    Scheduled,
+    SchedulerEvent,
+)
+from kvproof.invariants.subject import Configuration
+from kvproof.stateful_tests.subjects.scheduler import SchedulerSubject
+from kvproof.stateful_tests.subjects.transformers_loading import (
+    CHILD,
+    NAME,
+    POLICIES,
+    fitted,
+    load_transformers,
+)
+from kvproof.stateful_tests.subjects.transformers_overheard import OverheardCache
+from kvproof.stateful_tests.subjects.transformers_view import Job, TransformersView
+
+if TYPE_CHECKING:
+    from transformers.generation.continuous_batching.requests import RequestState
+
+
+def transformers_factory(policy: str) -> Callable[[Configuration], TransformersSubject]:
+    """A subject with that scheduler of transformers."""
+    load_transformers()  # now, so that a missing package is bad input and not a crash
+    return partial(TransformersSubject, policy=policy)
+
+
+class ForeignKv(Exception):
+    """The model finds bytes that are not its request's."""
+
+
+_WRONG_PLACE = -1
+"""No block: a position at another place of its block than its own."""
+
+
+class TransformersSubject(SchedulerSubject):
+    """Drives one engine as the thread of its manager would, one operation at a time.
+
+    Raises SubjectUnavailable where transformers is not installed in a version that is known.
+    """
+
+    capabilities = frozenset(("arrive", "schedule", "run", "retire", "abort"))
+    cache: Any
+    scheduler: Any
+    state_view: Any
+
+    def __init__(self, configuration: Configuration, *, policy: str = POLICIES[0]) -> None:
+        self.transformers = load_transformers()
+        self.name = NAME if policy == POLICIES[0] else f"{NAME}:{policy}"
+        self.configuration = fitted(configuration)
+        self.processor: Any = self.transformers.new_processor(
+            self.configuration, policy, batch=configuration.requests
+        )
+        self.scheduler = self.processor.scheduler
+        self.cache = OverheardCache(self.configuration, self.processor, listener=self)
+        self.semantics = self.cache.semantics
+        self.promises = Promises()
+        self.jobs: dict[int, Job] = {}
+        """Live requests, by arrival …"""
+        self.jobs_by_name: dict[str, Job] = {}
+        self.in_flight: dict[str, int] = {}
+        """Tokens of the step in flight, by request."""
+        self.admissions = self.resumptions = self.preemptions = self.batch_size = 0
+        self.prefix_hits = self.prefix_queries = self.steps = 0
+        self.state_view = TransformersView(self)
+        self._perform: Callable[[Operation], Outcome] = self.cache.apply
+        self._hear: Callable[[SchedulerEvent], None] = lambda event: None
+        self._events: list[Event] = []
+        self._step: int | None = None
+        """In flight."""
+        self._arrivals = self._iterations = 0
+        self._sent: dict[str, Job] = {}
+        """By name: requests of which further samples were wanted, and are to come."""
+        self._preempted: list[int] = []
+        """Of the requests that ran, those that the present iteration preempted."""
+        self._clear_cancelled: Callable[[], Any] = self.scheduler.clear_cancelled_requests
+        self.scheduler.clear_cancelled_requests = self._cancelled
+        self._handlers = {
+            Arrive: self._arrive,
+            Schedule: lambda operation: self._schedule(),
+            Run: self._run,
+            Retire: lambda operation: self._retire(),
+            Abort: self._abort,
+        }
+
+    # -- what the cache below overhears --------------------------------------------------------
+
+    def admission(self, name: str, slots: int) -> Admit:
+        return Admit(self.jobs_by_name[name].operation.prompt, slots=slots)
+
+    def overheard(self, operation: Operation, name: str | None) -> None:
+        """The engine did this to its cache, for that request."""
+        outcome = self._perform(operation)
+        job = self.jobs_by_name.get(name) if name is not None else None
+        if job is None:
+            return
+        if isinstance(operation, Preempt) and job.ran and not job.displaced:
+            job.displaced = True
+            job.preemptions += 1
+            self._preempted.append(job.number)
+        elif outcome.cached_tokens or isinstance(operation, Admit):
+            self._holds(job)
+
+    def _holds(self, job: Job) -> None:
+        self._emit(BlocksHeld(job.number, self.cache.by_name[job.name].number))
+
+    # -- the clients ---------------------------------------------------------------------------
+
+    def _arrive(self, operation: Arrive) -> Outcome:
+        prompt = prompt_length(operation.prompt)
+        refusal = self._never_fits(prompt, max(operation.output, operation.max_tokens))
+        if refusal:
+            return Outcome("refused", refusal)
+        state = self.transformers.new_request(self._arrivals, operation)
+        job = self._join(state.request_id, operation, state.initial_tokens)
+        if operation.samples > 1:
+            self._sent[job.name] = job
+        self.scheduler.add_waiting_request(state)
+        return Outcome("done", None, job.number)
+
+    def _join(self, name: str, operation: Arrive, prompt: Sequence[int]) -> Job:
+        job = Job(self._arrivals, name, operation, list(prompt))
+        self._arrivals += 1
+        self.jobs[job.number] = self.jobs_by_name[name] = job
+        self._emit(
+            RequestArrived(
+                job.number,
+                0,
+                len(prompt),
+                job.max_tokens,
+                operation.output,
+                operation.priority,
+            )
+        )
+        return job
+
+    def _never_fits(self, prompt: int, output: int) -> str | None:
+        size, limits = self.configuration.block_size, self.configuration.scheduling
+        if -(-(prompt + output - 1) // size) > self.configuration.blocks:
+            return LARGER_THAN_POOL
+        return LARGER_THAN_MODEL if prompt + output > limits.max_model_tokens else None
+
+    def _abort(self, operation: Abort) -> Outcome:
+        if not self.jobs:
+            return SKIPPED
+        job = list(self.jobs.values())[operation.request % len(self.jobs)]
+        self.scheduler.set_request_cancellation(job.name)
+        return Outcome("done", None, job.number)
+
+    def _cancelled(self) -> Any:
+        """The engine looks at what was cancelled since its last batch."""
+        states = self._clear_cancelled()
+        for state in states:
+            job = self.jobs_by_name[state.request_id]
+            self._forget(job)
+            self._emit(RequestCancelled(job.number))
+        return states
+
+    def _forget(self, job: Job) -> None:
+        del self.jobs[job.number], self.jobs_by_name[job.name]
+
+    # -- the loop ------------------------------------------------------------------------------
+
+    def _schedule(self) -> Outcome:
+        if self._step is not None:
+            return Outcome("refused", RUN_AHEAD_LIMIT)
+        if not self.jobs:
+            return Outcome("refused", NOTHING_TO_RUN)
+        self._preempted = []
+        self.cache.at_work = True
+        items: list[tuple[Job, StepItem]] = []
+        if self.processor.prepare_next_batch():
+            self.processor._generation_step(self.transformers.model)
+            self._sample()
+            items = self._items()
+        admitted, resumed = self._entered(items)
+        if items:
+            self._step = self.steps
+            self.steps += 1
+            self.batch_size = len(items)
+            self.in_flight = {job.name: item.end - item.start for job, item in items}
+            self.cache.launched(self._step, [item for _, item in items])
+        self.preemptions += len(self._preempted)
+        self._emit(
+            Scheduled(
+                self._iterations,
+                0,
+                self._step,
+                tuple([Part(job.number, i.end - i.start, i.request) for job, i in items]),
+                admitted,
+                resumed,
+                tuple(self._preempted),
+                (),
+            )
+        )
+        self._iterations += 1
+        if items:
+            self.cache.retired()
+        self.cache.at_work = False
+        return Outcome("done", count=sum(self.in_flight.values()))
+
+    def _entered(
+        self, items: Sequence[tuple[Job, StepItem]]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of what is run: the requests that are run for the first time, and those again."""
+        admitted, resumed = [], []
+        for job, item in items:
+            if not job.ran:
+                job.ran, job.cached = True, item.start
+                self.prefix_hits += item.start
+                self.prefix_queries += len(job.prompt)
+                admitted.append(job.number)
+            elif job.displaced:
+                resumed.append(job.number)
+            job.displaced = False
+        self.admissions += len(admitted)
+        self.resumptions += len(resumed)
+        return tuple(admitted), tuple(resumed)
+
+    def _retire(self) -> Outcome:
+        if self._step is None:
+            return SKIPPED
+        self.cache.at_work = True
+        self.processor.update_batch()
+        self.cache.at_work = False
+        step, self._step, self.in_flight = self._step, None, {}
+        sampled, finished = self._deliver()
+        for job in finished:
+            self._forget(job)
+        ended = tuple([job.number for job in finished])
+        self._emit(Completed(step, 0, tuple(sampled), ended))
+        self._fork()
+        return Outcome("done", count=len(sampled))
+
+    def _deliver(self) -> tuple[list[int], list[Job]]:
+        """Output tokens and ends, as clients get them."""
+        sampled, finished = [], []
+        outputs = self.processor.output_router.output_queue
+        while not outputs.empty():
+            output = outputs.get()
+            job = self.jobs_by_name[output.request_id]
+            new = job.receive(output.prompt_ids, output.generated_tokens)
+            sampled += [job.number] * new
+            if output.is_finished():
+                finished.append(job)
+        return sampled, finished
+
+    def _fork(self) -> None:
+        """Requests that are new in the engine's queues are those of further samples."""
+        for name in (*self.scheduler.active_requests, *self.scheduler.waiting_requests):
+            if name in self.jobs_by_name:
+                continue
+            parent, _, _ = name.partition(CHILD)
+            found = self._sent[parent]
+            job = self._join(name, found.operation, found.prompt)
+            if name in self.cache.by_name:
+                self._holds(job)
+
+    def _run(self, operation: Run) -> Outcome:
+        for done in range(operation.iterations):
+            outcome = self._schedule()
+            if self._retire().status == "skipped" and outcome.status != "done":
+                return Outcome("done", count=done) if done else outcome
+        return Outcome("done", count=operation.iterations)
+
+    # -- the model -----------------------------------------------------------------------------
+
+    def _batch(self) -> list[tuple[Job, RequestState, int, bool]]:
+        """Requests of the present batch, their tokens, and whether they get an output token."""
+        found = self.processor.inputs_and_outputs.requests_in_batch
+        return [
+            (self.jobs_by_name[f.state.request_id], f.state, f.query_length, f.has_new_token)
+            for f in found
+        ]
+
+    def _sample(self) -> None:
+        """The adapter decides what the model samples."""
+        output_ids, index = self.processor.inputs_and_outputs.output_ids, 0
+        for job, _, _, samples in self._batch():
+            if samples:
+                output_ids[0, index] = job.sample()
+                index += 1
+
+    def _items(self) -> list[tuple[Job, StepItem]]:
+        """What the step computed of each request, and through which table."""
+        places = self.processor.inputs_and_outputs
+        written = places.write_index_storage[0, : places.true_write_sizes[0]].tolist()
+        read = places.read_index_storage[0, : places.true_read_sizes[0]].tolist()
+        items, writes, reads = [], 0, 0
+        for job, state, tokens, _ in self._batch():
+            end = state.position_offset
+            start = end - tokens
+            slots = read[reads : reads + end] if read else []
+            own = written[writes : writes + tokens]
+            writes, reads = writes + tokens, reads + end
+            if not tokens:
+                continue  # all that is computed already is read once more, for nothing
+            live = self.cache.by_name[job.name]
+            table = self._table(job.name, slots[:start] + own, slots)
+            self._compare(job, slots[:start] + own)
+            items.append((job, StepItem(live.number, live.epoch, start, end, (table,))))
+        return items
+
+    def _compare(self, job: Job, slots: Sequence[int]) -> None:
+        """What the model finds at the positions of a request is the KV of its tokens."""
+        keys, values = self.cache.allocator._kv_token_views[0]
+        torch = self.transformers.torch
+        kv = torch.stack((keys[slots, 0], values[slots, 0]), 1)
+        tokens = [*job.prompt, *job.sampled][: len(slots)]
+        position = self.transformers.foreign(tokens, kv)
+        if position is not None:
+            raise ForeignKv(
+                f"request {job.number} reads position {position} from slot {slots[position]}, "
+                "which holds the KV of another token"
+            )
+
+    def _table(self, name: str, slots: Sequence[int], read: Sequence[int]) -> list[int]:
+        """The block of each row, by the slots of its positions.
+
+        If they are not all where the row's own block has them, or a position is read elsewhere
+        than it was written, the table names another block, or none, for that row.
+        """
+        size, stride = self.configuration.block_size, self.cache.allocator.block_physical_stride
+        table = list(self.cache.allocator.block_table[name])
+        for place in (slots, read):
+            for position, slot in enumerate(place):
+                row, offset = divmod(position, size)
+                if row >= len(table) or slot != table[row] * stride + offset:
+                    block = slot // stride
+                    wrong = row < len(table) and block == table[row]
+                    table[row : row + 1] = [_WRONG_PLACE if wrong else block]
+                    return table
+        return table

@@ -1,0 +1,218 @@
+"""Groups that share a pool, and groups with a window: what the books follow, what checks demand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from kvproof.invariants.books import Books
+from kvproof.invariants.checks.atom import Atom
+from kvproof.invariants.checks.cap import Cap
+from kvproof.invariants.checks.excl import Excl
+from kvproof.invariants.checks.key import Key
+from kvproof.invariants.checks.order import Order
+from kvproof.invariants.checks.prov import Prov
+from kvproof.invariants.checks.ref import Ref
+from kvproof.invariants.events import (
+    BlocksAllocated,
+    BlocksEvicted,
+    BlocksOutlived,
+    BlocksPublished,
+    BlocksReleased,
+    BlocksReused,
+    Event,
+    StepItem,
+    StepLaunched,
+    StepRetired,
+)
+from kvproof.invariants.operations import Admit, Evict, Finish, Grow, Segment
+from kvproof.invariants.outcomes import NO_FREE_BLOCKS, Outcome
+from kvproof.invariants.shadow import Shadow
+from kvproof.invariants.subject import Configuration, Semantics
+from kvproof.invariants.verdict import Violation
+from kvproof.invariants.view import View
+
+SIZE = 2
+CHECKS = (Ref, Excl, Order, Cap, Atom, Prov, Key)
+
+
+class World:
+    """Two groups over one pool of eight blocks, told of by hand."""
+
+    def __init__(self, **semantics: Any) -> None:
+        configuration = Configuration(blocks=8, block_size=SIZE)
+        self.books = Books(configuration, Semantics(groups=2, shared_pool=True, **semantics))
+        self.violations: list[Violation] = []
+        shadow, nothing = Shadow(9, SIZE), cast(View, None)
+        self.checks = [
+            check(self.books, [shadow, shadow], nothing, self.violations.append) for check in CHECKS
+        ]
+
+    def check(self, kind: type[Any]) -> Any:
+        return next(check for check in self.checks if isinstance(check, kind))
+
+    def tell(self, *events: Event) -> None:
+        for event in events:
+            stages = [
+                *(check.before_event() for check in self.checks),
+                self.books.event_handlers,
+                *(check.after_event() for check in self.checks),
+            ]
+            for stage in stages:
+                if type(event) in stage:
+                    stage[type(event)](event)
+
+    def admit(self, tokens: int, hits: int = 0) -> int:
+        number = len(self.books.identities)
+        outcome = Outcome("done", None, number, hits * SIZE)
+        self.books.operation_handlers[Admit](Admit((Segment(1, tokens),)), outcome)
+        return number
+
+    def run(self, number: int, tables: Sequence[Sequence[int]]) -> None:
+        """One step computes all that is pending."""
+        request = self.books.requests[number]
+        step = self.books.figures.iterations
+        item = StepItem(number, 0, request.scheduled, request.length, tuple(tables))
+        self.tell(StepLaunched(step, [item]), StepRetired(step))
+
+    def seen(self) -> list[str]:
+        return [violation.property for violation in self.violations]
+
+
+def computed(**semantics: Any) -> World:
+    """Request 0 has five tokens, computed, in blocks 1 to 3 of group 0 and 4 to 6 of group 1."""
+    world = World(**semantics)
+    world.admit(5)
+    world.tell(BlocksAllocated(0, 0, 0, [1, 2, 3]), BlocksAllocated(1, 0, 0, [4, 5, 6]))
+    world.run(0, ([1, 2, 3], [4, 5, 6]))
+    world.tell(
+        BlocksPublished(0, 0, 0, [1, 2], [b"a0", b"b0"]),
+        BlocksPublished(1, 0, 0, [4, 5], [b"a1", b"b1"]),
+    )
+    assert not world.violations
+    return world
+
+
+def finish(world: World) -> None:
+    world.books.operation_handlers[Finish](Finish(0), Outcome("done", None, 0))
+    world.tell(BlocksReleased(0, 0, [3, 2, 1]), BlocksReleased(1, 0, [6, 5, 4]))
+
+
+def test_what_one_group_takes_all_lack() -> None:
+    world = computed()
+    assert [group.free for group in world.books.groups] == [2, 2]
+    assert [group.referenced for group in world.books.groups] == [6, 6]
+    finish(world)
+    assert [group.free for group in world.books.groups] == [8, 8]
+    assert list(world.books.groups[1].cached_free) == [2, 1, 5, 4]
+
+
+def test_a_growth_fits_if_the_pool_has_blocks_for_all_groups() -> None:
+    world = computed()
+    cap = world.check(Cap)
+    for tokens, reason in ((3, None), (4, NO_FREE_BLOCKS)):
+        status: Any = "refused" if reason else "done"
+        cap.expecting(Grow)(Grow(0, tokens), Outcome(status, reason, 0))
+    assert not world.violations
+    cap.expecting(Grow)(Grow(0, 4), Outcome("done", None, 0))
+    assert world.seen() == ["CAP"]
+
+
+def test_cached_blocks_of_a_shared_pool_are_counted_once() -> None:
+    world = computed()
+    finish(world)
+    evict = world.check(Cap).expecting(Evict)
+    evict(Evict(9), Outcome("done", count=4))
+    assert not world.violations
+    evict(Evict(9), Outcome("done", count=8))
+    assert world.seen() == ["CAP"]
+
+
+def test_a_block_of_another_group_is_not_handed_out() -> None:
+    world = computed()
+    world.admit(1)
+    world.tell(BlocksAllocated(1, 1, 0, [3]))
+    assert world.seen() == ["EXCL"]
+
+
+def test_eviction_follows_one_order_over_all_groups() -> None:
+    world = computed()
+    finish(world)
+    world.tell(BlocksEvicted(0, [2], [b"b0"], "request"), BlocksEvicted(0, [1], [b"a0"], "request"))
+    assert not world.violations
+    world.tell(BlocksEvicted(1, [4], [b"a1"], "request"))
+    assert world.seen() == ["ORDER"]
+
+
+def test_a_hit_is_on_blocks_of_the_group() -> None:
+    world = computed()
+    world.admit(5, hits=1)
+    world.tell(BlocksReused(0, 1, 0, [1]))
+    assert not world.violations
+    world.tell(BlocksReused(1, 1, 0, [1]))
+    assert world.seen() == ["KEY"]
+
+
+# -- windows -------------------------------------------------------------------------------------
+
+WINDOWED: dict[str, Any] = {"windows": (0, 3), "exact_admission": False}
+
+
+def grown(world: World) -> None:
+    """One more token, for which row 2 has a slot already."""
+    world.books.operation_handlers[Grow](Grow(0, 1), Outcome("done", None, 0))
+
+
+def test_what_is_behind_the_window_may_be_given_back() -> None:
+    world = computed(**WINDOWED)
+    world.tell(BlocksOutlived(1, 0, [4]))
+    assert world.books.requests[0].tables == [[1, 2, 3], [0, 5, 6]]
+    assert world.books.groups[0].free == 3
+    grown(world)
+    world.run(0, ([1, 2, 3], [0, 5, 6]))
+    world.check(Prov).audit()
+    finish_windowed = BlocksReleased(1, 0, [6, 5])
+    world.tell(finish_windowed)
+    assert not world.violations
+
+
+def test_what_is_in_the_window_may_not() -> None:
+    world = computed(**WINDOWED)
+    world.tell(BlocksOutlived(1, 0, [5, 4]))
+    world.check(Prov).audit()
+    assert world.seen() == ["PROV"]
+
+
+def test_a_group_without_a_window_keeps_its_blocks() -> None:
+    world = computed(**WINDOWED)
+    world.tell(BlocksOutlived(0, 0, [1]))
+    world.check(Prov).audit()
+    assert world.seen() == ["PROV"]
+
+
+def test_only_blocks_of_the_table_are_given_back_behind_the_window() -> None:
+    world = computed(**WINDOWED)
+    world.tell(BlocksOutlived(1, 0, [1]))
+    assert world.seen() == ["REF"]
+
+
+def test_a_hit_needs_only_what_is_in_the_window() -> None:
+    world = computed(**WINDOWED)
+    world.admit(6, hits=2)
+    world.tell(BlocksReused(0, 1, 0, [1, 2]), BlocksReused(1, 1, 1, [5]))
+    assert world.books.requests[1].tables == [[1, 2], [0, 5]]
+    world.tell(BlocksAllocated(0, 1, 2, [7]), BlocksAllocated(1, 1, 2, [8]))
+    world.run(1, ([1, 2, 7], [0, 5, 8]))
+    assert not world.violations
+    assert not world.books.strays
+
+
+def test_a_refused_growth_may_give_back_what_is_behind_the_window_and_nothing_else() -> None:
+    world = computed(**WINDOWED)
+    atom, refused = world.check(Atom), Outcome("refused", NO_FREE_BLOCKS, 0)
+    world.books.events = [BlocksOutlived(1, 0, [4])]
+    atom.conclude(Grow(0, 9), refused)
+    assert not world.violations
+    world.books.events = [BlocksReleased(1, 0, [4])]
+    atom.conclude(Grow(0, 9), refused)
+    assert world.seen() == ["ATOM"]

@@ -1,0 +1,253 @@
+"""vLLM's manager with two groups of layers over one pool, one of them perhaps with a window.
+
+Needs vLLM 0.33 in an environment of its own: `bash .ci/vllm-env FOLDER`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+
+from kvproof.fuzz.search import abilities, found, run_once
+from kvproof.fuzz.shrink import shrink
+from kvproof.fuzz.swarm import draw_run
+from kvproof.invariants.case import Case
+from kvproof.invariants.errors import InputError
+from kvproof.invariants.events import BlocksAllocated, BlocksOutlived, BlocksPublished, BlocksReused
+from kvproof.invariants.operations import (
+    Admit,
+    AnyOperation,
+    Evict,
+    Finish,
+    Grow,
+    Launch,
+    Retire,
+    Segment,
+)
+from kvproof.invariants.outcomes import LARGER_THAN_POOL, NO_FREE_BLOCKS
+from kvproof.invariants.subject import Configuration
+from kvproof.invariants.verdict import Violation
+from kvproof.stateful_tests.harness import Harness
+from kvproof.stateful_tests.subjects import subject_factory
+from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
+from kvproof.stateful_tests.totals import Totals
+
+NAME = "vllm:manager:groups"
+HYBRID = "vllm:manager:hybrid"
+
+try:
+    subject_factory(NAME)
+except (InputError, SubjectUnavailable) as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+pytestmark = pytest.mark.vllm
+
+
+def harness(blocks: int = 12, name: str = NAME) -> Harness:
+    configuration = Configuration(blocks=blocks, block_size=4)
+    return Harness(subject_factory(name)(configuration), audit_interval=1)
+
+
+def admit(length: int, source: int = 1) -> Admit:
+    return Admit((Segment(source, length),))
+
+
+def events_of(harness: Harness, operation: AnyOperation, kind: type[Any]) -> list[Any]:
+    harness.perform(operation)
+    assert not harness.violations
+    return [event for event in harness.last_events if isinstance(event, kind)]
+
+
+def test_a_request_has_a_table_and_keys_in_each_group() -> None:
+    run = harness()
+    first, second = events_of(run, admit(9), BlocksAllocated)
+    assert (first.group, second.group) == (0, 1)
+    assert set(first.blocks).isdisjoint(second.blocks)
+    view = run.subject.view()
+    assert list(view.table(0, 1)) == list(second.blocks)
+    assert view.standing(0)[3] == (3, 3)
+    assert len(view.index(0)) == 4
+
+
+def test_a_hit_is_what_all_groups_have() -> None:
+    run = harness()
+    assert not run.run([admit(9), Launch(), Retire(), Finish(0)])
+    assert [event.group for event in events_of(run, admit(9), BlocksReused)] == [0, 1]
+    assert not run.run([Launch(), Retire(), Finish(0), Evict(1)])
+    # The last block of group 0 was evicted: what group 1 has alone is no hit.
+    assert run.perform(admit(9)).cached_tokens == 4
+    assert not run.audit()
+
+
+def test_all_groups_take_from_one_pool() -> None:
+    run = harness(blocks=7)
+    assert run.perform(admit(16)).reason == LARGER_THAN_POOL
+    assert run.perform(admit(8)).status == "done"
+    assert run.subject.view().free_count(0) == run.subject.view().free_count(1) == 3
+    assert run.perform(admit(8, 2)).reason == NO_FREE_BLOCKS
+    assert len(events_of(run, admit(4, 3), BlocksPublished)) == 2
+
+
+def test_behind_the_window_blocks_are_given_back_even_by_a_refused_growth() -> None:
+    run = harness(blocks=12, name=HYBRID)
+    assert not run.run([admit(15), admit(5, 2), Launch(), Retire()])
+    (outlived,) = events_of(run, Grow(0, 9), BlocksOutlived)
+    assert (outlived.group, len(outlived.blocks)) == (1, 2)
+    view = run.subject.view()
+    assert run.counts[Grow]["refused"] == 1
+    assert list(view.table(0, 1))[:2] == [0, 0]
+    assert view.free_count(0) == 2
+    assert not run.run([Grow(0, 2), Launch(), Retire(), Finish(0)])
+
+
+def test_a_hit_needs_only_the_windows_blocks() -> None:
+    run = harness(blocks=16, name=HYBRID)
+    assert not run.run([admit(17), Launch(), Retire(), Finish(0)])
+    run.perform(admit(17))
+    reused = [event for event in run.last_events if isinstance(event, BlocksReused)]
+    assert [(event.group, event.row, len(event.blocks)) for event in reused] == [
+        (0, 0, 4),
+        (1, 2, 2),
+    ]
+    assert not run.run([Launch(), Retire()])
+
+
+# -- the unmodified release, and mutants of it ---------------------------------------------------
+
+
+def first_failure(
+    name: str, runs: int, wanted: set[str] | None = None
+) -> tuple[Case, Violation] | None:
+    """Of drawn runs, the first that breaks a property, or one of the ``wanted``."""
+    factory = subject_factory(name)
+    able, totals = abilities(factory), Totals()
+    for number in range(runs):
+        draw = draw_run(f"vllm-groups/{number}", able)
+        failure = run_once(factory, draw, totals)
+        assert not totals.problems
+        if failure is not None and (wanted is None or failure[1].property in wanted):
+            return found(name, draw, failure, None).case, failure[1]
+    return None
+
+
+@pytest.mark.parametrize("name", [NAME, HYBRID])
+def test_the_unmodified_release_has_no_findings(name: str) -> None:
+    assert first_failure(name, 120) is None
+
+
+Original = Callable[..., Any]
+
+
+def of_the_first_group_only(original: Original) -> Original:
+    """What a coordinator does for all of its groups is done for one."""
+
+    def call(coordinator: Any, *more: Any, **named: Any) -> Any:
+        managers = coordinator.single_type_managers
+        coordinator.single_type_managers = managers[:1]
+        try:
+            return original(coordinator, *more, **named)
+        finally:
+            coordinator.single_type_managers = managers
+
+    return call
+
+
+def frees_one_group(original: Original) -> Original:
+    return of_the_first_group_only(original)
+
+
+def publishes_one_group(original: Original) -> Original:
+    return of_the_first_group_only(original)
+
+
+def leaves_the_group_out_of_the_key(original: Original) -> Original:
+    return lambda block_hash, group: original(block_hash, 0)
+
+
+def swaps_the_hits_of_two_groups(original: Original) -> Original:
+    def find(coordinator: Any, *more: Any) -> Any:
+        blocks, *rest = original(coordinator, *more)
+        return (tuple(reversed(blocks)), *rest)
+
+    return find
+
+
+def gives_back_a_block_too_early(original: Original) -> Original:
+    def skipped(manager: Any, computed: int) -> int:
+        return min(computed, original(manager, computed) + manager.block_size)
+
+    return skipped
+
+
+def keeps_references_behind_the_window(original: Original) -> Original:
+    def remove(manager: Any, name: str, first: int, end: int) -> None:
+        blocks = manager.req_to_blocks[name]
+        for row in range(first, end):
+            blocks[row] = manager._null_block
+
+    return remove
+
+
+def hits_without_looking_in_the_window(original: Original) -> Original:
+    def find(
+        block_hashes: Any,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: Any,
+        kv_cache_spec: Any,
+        **more: Any,
+    ) -> Any:
+        rows = max_length // kv_cache_spec.block_size
+        hits = tuple([[block_pool.null_block] * rows for _ in kv_cache_group_ids])
+        return hits, rows * kv_cache_spec.block_size
+
+    return find
+
+
+COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
+WINDOWS = "vllm.v1.core.single_type_kv_cache_manager.SlidingWindowManager"
+MUTANTS: tuple[tuple[Callable[[Original], Original], str, set[str]], ...] = (
+    (frees_one_group, f"{COORDINATOR}.KVCacheCoordinator.free", {"CONS", "REF", "LIFE"}),
+    (publishes_one_group, f"{COORDINATOR}.KVCacheCoordinator.cache_blocks", {"VALID"}),
+    (
+        leaves_the_group_out_of_the_key,
+        "vllm.v1.core.block_pool.make_block_hash_with_group_id",
+        {"KEY", "VALID", "CAP"},
+    ),
+    (
+        swaps_the_hits_of_two_groups,
+        f"{COORDINATOR}.HybridKVCacheCoordinator.find_longest_cache_hit",
+        {"KEY"},
+    ),
+)
+
+
+HYBRID_MUTANTS: tuple[tuple[Callable[[Original], Original], str, set[str]], ...] = (
+    (gives_back_a_block_too_early, f"{WINDOWS}.get_num_skipped_tokens", {"PROV"}),
+    (keeps_references_behind_the_window, f"{WINDOWS}._remove_blocks_in_range", {"CONS", "REF"}),
+    (hits_without_looking_in_the_window, f"{WINDOWS}.find_longest_cache_hit", {"PROV"}),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "mutate", "target", "properties"),
+    [(NAME, *mutant) for mutant in MUTANTS] + [(HYBRID, *mutant) for mutant in HYBRID_MUTANTS],
+    ids=[mutant[0].__name__ for mutant in (*MUTANTS, *HYBRID_MUTANTS)],
+)
+def test_a_mutant_of_vllm_is_found_and_shrunk(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    mutate: Callable[[Original], Original],
+    target: str,
+    properties: set[str],
+) -> None:
+    monkeypatch.setattr(target, mutate(resolve_name(target)))
+    failure = first_failure(name, 200, properties)
+    assert failure is not None, "not found"
+    shrunk = shrink(failure[0], seconds_max=20)
+    assert shrunk is not None
+    assert shrunk.violation.property in properties
+    assert len(shrunk.case.operations) <= 12
