@@ -50,7 +50,7 @@ class Validation:
                 raise PolicyError("twice", f"the plan preempts request {number} twice")
             if job.state != "running":
                 raise PolicyError(
-                    "unready", f"the plan preempts request {number}, which is {job.state}"
+                    "impossible", f"the plan preempts request {number}, which is {job.state}"
                 )
             victims.add(number)
         return victims
@@ -72,19 +72,19 @@ class Validation:
     def _share(self, job: Job, tokens: int) -> None:
         if job.state == "waiting" and self._scheduler.is_deferred(job.id):
             raise PolicyError(
-                "unready",
+                "impossible",
                 f"the plan runs request {job.id}, which was not shown to it: KV is on its way to "
                 "that request, or to one that arrived before",
             )
         pending = self._pending(job)
         if pending < 1:
             raise PolicyError(
-                "unready",
+                "impossible",
                 f"the plan runs request {job.id}, whose next token a step in flight is sampling",
             )
         if not 1 <= tokens <= pending:
             raise PolicyError(
-                "unready",
+                "impossible",
                 f"the plan runs {tokens} tokens of request {job.id}, which has {pending} to "
                 "compute",
             )

@@ -7,23 +7,27 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
+from kvproof.fuzz.cli import main
+from kvproof.fuzz.cli import replay as replay_command
 from kvproof.fuzz.cli.app import app
 from kvproof.fuzz.faults import fault_by_id
 from kvproof.fuzz.replay import replay
 from kvproof.fuzz.report.unchecked import UNCHECKED
-from kvproof.invariants.case import Case, load_case, save_case
+from kvproof.invariants.case import Case, dump_case, load_case, save_case
 from kvproof.invariants.checks import CHECKS
-from kvproof.invariants.operations import KINDS, TIER_KINDS, Reset
+from kvproof.invariants.operations import KINDS, TIER_KINDS, Admit, Reset, Segment
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Violation
-from kvproof.stateful_tests.export import case_name, pytest_source, write_finding
+from kvproof.stateful_tests.export import case_name, log_text, pytest_source, write_finding
 
 COMMANDS = ("check", "trace", "replay", "shrink", "invariants", "faults", "bench")
 
@@ -207,11 +211,100 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_bad_usage_is_exit_code_2(tmp_path: Path) -> None:
-    for arguments in (("check", "--seconds", "-1"), ("nonsense",), ("trace",)):
-        result = kvproof(*arguments, cwd=tmp_path)
-        assert result.returncode == 2
-        assert "Traceback" not in result.stderr
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("check", "--seconds", "-1"), "Invalid value for '--seconds': "),
+        (("check", "--seconds", "soon"), "Invalid value for '--seconds': "),
+        (("check", "--seconds"), "Option '--seconds' requires an argument; see kvproof --help"),
+        (("fuzz", "--workers", "0"), "Invalid value for '--workers': "),
+        (("fuzz", "--xyzzy"), "No such option: --xyzzy; see kvproof fuzz --help"),
+        (("trace",), "Missing argument "),
+        (("bench", "nothing"), "No such command 'nothing'; see kvproof bench --help"),
+        (("nonsense",), "No such command 'nonsense'; see kvproof --help"),
+        (("replay", "a.json", "b.json"), "Got unexpected extra argument"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_code_2(
+    arguments: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    result = kvproof(*arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"kvproof: {message}")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_a_command_that_says_nothing_shows_the_help(tmp_path: Path) -> None:
+    result = kvproof(cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (2, "")
+    assert "Exit codes: 0 pass" in result.stdout
+    assert kvproof("--help", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), typer.Abort()])
+def test_an_interruption_is_no_verdict(
+    raised: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(replay_command, "load_case", interrupted)
+    monkeypatch.setattr(sys, "argv", ["kvproof", "replay", "case.json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err.strip() == ""
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "fuzz", "report", "faults detect", "bench engine"])
+def test_help_flows_where_the_terminal_is_narrow(command: str) -> None:
+    """A line ends where the next word does not fit; examples have lines of their own."""
+    width = 60
+    environment = {"COLUMNS": str(width), "TERMINAL_WIDTH": str(width)}
+    result = CliRunner(env=environment).invoke(app, [*command.split(), "--help"])
+    assert result.exit_code == 0
+    text = result.output.partition("╭")[0]
+    lines = [line.strip() for line in text.strip().splitlines()]
+    inside = [
+        (line, following)
+        for paragraph in "\n".join(lines).split("\n\n")
+        if not paragraph.startswith("Example")
+        for line, following in pairwise(paragraph.splitlines())
+    ]
+    early = [line for line, after in inside if len(line) + 1 + len(after.split()[0]) <= width - 2]
+    assert early == []
+
+
+_TALKS = """
+import sys
+sys.argv[0] = 'kvproof'
+from kvproof.fuzz.cli import main, output
+output.LINE_SECONDS = (0.3, 0.3)
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("check", "--seconds", "4", "--json"), r"checking engine, \d+ s: [\d,]+ operations"),
+        (
+            ("trace", "example-azure.csv", "--blocks", "4096", "--policy", "orca", "--json"),
+            r"replaying example-azure\.csv, \d+ s: orca: [\d,]+ requests finished",
+        ),
+    ],
+)
+def test_where_there_is_no_terminal_lines_tell_of_progress(
+    arguments: tuple[str, ...], line: str, tmp_path: Path
+) -> None:
+    """On standard error: standard output is one JSON object."""
+    command = [sys.executable, "-c", _TALKS, *arguments]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+    assert printed(result)["verdict"] in ("pass", "unknown")
+    told = [one for one in result.stderr.splitlines() if not one.startswith("using the ")]
+    assert len(told) >= 2
+    assert all(re.fullmatch(line, one) for one in told), told
 
 
 @pytest.mark.parametrize("name", ["example-mooncake.jsonl", "example-azure.csv"])
@@ -286,6 +379,14 @@ def test_a_log_marks_the_violation_where_it_was_seen_only(tmp_path: Path) -> Non
         *_, log = write_finding(case, Violation("REF", "m", op=op), "why", folder, moments=moments)
         lines = log.read_text(encoding="utf-8").splitlines()[-2:]
         assert [line.endswith("   ✗ REF") for line in lines] == seen
+
+
+def test_a_log_says_how_a_prompt_is_written_in_the_case() -> None:
+    told = "Segment(source=0, length=2), in the case [0, 2]: the first 2 tokens of stream 0"
+    prompted = Case("engine", Configuration(), [Admit((Segment(0, 2),))])
+    assert '"prompt": [[0, 2]]' in " ".join(dump_case(prompted).split())
+    assert told in log_text(prompted, "")
+    assert told not in log_text(replace(prompted, operations=[Reset()]), "")
 
 
 def test_an_exported_test_is_named_as_its_file(tmp_path: Path) -> None:

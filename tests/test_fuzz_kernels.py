@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
+import msgspec
 import pytest
+from hypothesis.errors import FlakyFailure, Unsatisfiable
 
 from kvproof.fuzz.campaigns import kernel_lot, targets
-from kvproof.fuzz.campaigns.executors import LocalExecutor
+from kvproof.fuzz.campaigns.executors import SPENT, Ended, LocalExecutor
 from kvproof.fuzz.campaigns.kernel_lot import KernelLot
 from kvproof.fuzz.campaigns.known import Ledger
 from kvproof.fuzz.campaigns.lots import Site
 from kvproof.fuzz.campaigns.records import DIED, KERNEL, Campaign, PassedOver, Target
 from kvproof.fuzz.campaigns.run import CampaignRun
+from kvproof.fuzz.campaigns.shard import ShardJob
 from kvproof.fuzz.campaigns.store import Store, read_lines
 from kvproof.fuzz.campaigns.targets import chosen_targets
 from kvproof.fuzz.campaigns.triage import Triage
+from kvproof.fuzz.report.summary import summarise
 from kvproof.invariants.errors import InputError
 
 KERNELS = Target("kernels", "kernels")
@@ -69,7 +77,7 @@ def test_a_kernel_that_fails_is_told_once_with_a_test_that_draws_it_again(tmp_pa
     assert (finding.property, finding.kinds) == (KERNEL, ("copy",))
     assert finding.message == "copy: row 3 is wrong"
     assert lot.progress.failures == {finding.id: 3}
-    assert [plan.shrink for plan in plans] == [True, False, False]
+    assert [plan.shrink for plan in plans] == [False, True, False, False]
     assert len({plan.seed for plan in plans}) == 3
     folder = Store(tmp_path).findings / finding.id
     assert {path.name for path in folder.iterdir()} == {
@@ -78,6 +86,177 @@ def test_a_kernel_that_fails_is_told_once_with_a_test_that_draws_it_again(tmp_pa
     source = (folder / f"test_{finding.id}.py").read_text()
     assert f"check.run(Plan({plans[0].device!r}, {plans[0].examples}, {plans[0].seed}))" in source
     compile(source, "test", "exec")
+
+
+class Plan(NamedTuple):
+    """As the checks of the kernels have it."""
+
+    device: str
+    examples: int
+    seed: int
+    shrink: bool = True
+
+
+Fails = Callable[[Plan], str]
+
+
+def lot_that(folder: Path, monkeypatch: pytest.MonkeyPatch, fails: Fails) -> KernelLot:
+    """A lot of one check, without PyTorch."""
+    check = SimpleNamespace(name="copy-pages", claim="Blocks are copied.", run=fails)
+    modules = {
+        "torch": SimpleNamespace(
+            cuda=SimpleNamespace(is_available=lambda: True),
+            set_num_threads=lambda threads: None,
+            zeros=lambda size, device: None,
+        ),
+        "kvproof.kernels.checks": SimpleNamespace(all_checks=lambda: [check], Plan=Plan),
+    }
+    monkeypatch.setattr(kernel_lot, "import_module", modules.__getitem__)
+    return lot_in(folder)
+
+
+def raising(*errors: Exception | None) -> tuple[Fails, list[Plan]]:
+    """A check that raises these in turn, the last for ever, and what it was asked."""
+    plans: list[Plan] = []
+
+    def fails(plan: Plan) -> str:
+        error = errors[min(len(plans), len(errors) - 1)]
+        plans.append(plan)
+        if error is not None:
+            raise error
+        return "fine"
+
+    return fails, plans
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+DEVICE = RuntimeError("CUDA error: an illegal memory access was encountered\nmore of it")
+FLAKY = FlakyFailure("unreliable", [AssertionError("row 3 is wrong")])
+
+
+@pytest.mark.parametrize(
+    ("error", "kinds", "words"),
+    [
+        (IndexError("7 of 4"), ("raises IndexError",), "copy-pages: it raises IndexError: 7 of 4"),
+        (
+            FLAKY,
+            ("by chance",),
+            "copy-pages: it fails by chance, and not again on",
+        ),
+        (DEVICE, ("raises RuntimeError",), "copy-pages: it raises RuntimeError: CUDA error: an il"),
+        (AssertionError("row 3 is wrong"), (), "copy-pages: row 3 is wrong"),
+    ],
+)
+def test_a_check_that_raises_is_a_finding_that_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    kinds: tuple[str, ...],
+    words: str,
+) -> None:
+    fails, _ = raising(error)
+    lot = lot_that(tmp_path, monkeypatch, fails)
+    progress = lot.work(end=0.0, stop=lambda: True)
+    (finding,) = Store(tmp_path).found()
+    assert (finding.property, finding.kinds) == (KERNEL, ("copy-pages", *kinds))
+    assert finding.message.startswith(words)
+    assert (progress.failures, progress.totals.problems) == ({finding.id: 1}, [])
+    source = Store(tmp_path).findings / finding.id / f"test_{finding.id}.py"
+    compile(source.read_text(), "test", "exec")
+    assert ("shrink=False" in source.read_text()) is (error is DEVICE)
+    assert lot.is_spent is (error is DEVICE)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+        RuntimeError("Cannot find ptxas"),
+        FileNotFoundError("gcc"),
+        subprocess.CalledProcessError(1, ["gcc"]),
+        caused(RuntimeError("MemoryError()"), MemoryError()),
+        Unsatisfiable("nothing to draw"),
+    ],
+)
+def test_what_the_machine_lacks_is_no_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    fails, plans = raising(error)
+    lot = lot_that(tmp_path, monkeypatch, fails)
+    progress = lot.work(end=0.0, stop=lambda: True)
+    assert not Store(tmp_path).found()
+    (problem,) = progress.totals.problems
+    assert problem.startswith(f"run seed/kernels/0: copy-pages: {type(error).__name__}: ")
+    assert not lot.is_spent
+    assert len(plans) == 1
+
+
+def test_what_shrinking_runs_into_does_not_hide_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that runs out on the way, another error, or nothing any more."""
+    for number, (other, told) in enumerate(
+        ((MemoryError(), 1), (None, 1), (ValueError("odd"), 2), (DEVICE, 2))
+    ):
+        fails, plans = raising(IndexError("7 of 4"), other)
+        folder = tmp_path / str(number)
+        lot = lot_that(folder, monkeypatch, fails)
+        lot.work(end=0.0, stop=lambda: True)
+        assert [plan.shrink for plan in plans] == [False, True]
+        messages = [finding.message for finding in Store(folder).found()]
+        assert len(messages) == told
+        assert any("it raises IndexError: 7 of 4" in message for message in messages)
+
+
+def test_after_an_error_of_the_device_a_fresh_process_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is counted, and done once: nobody calls it a death."""
+    fails, plans = raising(DEVICE, None)
+    lot = lot_that(tmp_path, monkeypatch, fails)
+    progress = lot.work(end=float("inf"), stop=lambda: False)
+    assert [plan.shrink for plan in plans] == [False]  # all problems would seem to fail
+    assert (progress.drawn, progress.totals.runs) == (1, 1)
+
+    class Spent:
+        started, codes = 0, [SPENT, SPENT, 0]
+
+        def start(self, job: ShardJob) -> None:
+            self.started += 1
+
+        def ended(self) -> list[Ended]:
+            return [Ended(0, self.codes[self.started - 1])]
+
+        def stop(self) -> None: ...
+
+        def kill(self, shard: int) -> None: ...
+
+    executor = Spent()
+    CampaignRun(tmp_path, CAMPAIGN, executor, shards=[0], seconds=9.0).run()
+    assert executor.started == 3
+    assert not any("died" in reason for reason in summarise([tmp_path]).reasons)
+
+
+_SPENT = """
+import sys
+from kvproof.fuzz.campaigns import worker
+worker.run_job = lambda job, stop: True
+sys.exit(worker.main())
+"""
+
+
+def test_a_worker_that_is_spent_says_so_by_its_exit_code() -> None:
+    job = msgspec.json.encode(ShardJob("nowhere", 0, 1.0)).decode()
+    command = [sys.executable, "-c", _SPENT, job]
+    assert subprocess.run(command, check=False, timeout=60).returncode == SPENT
 
 
 def test_where_they_cannot_run_they_are_left_out_or_refused(

@@ -16,7 +16,8 @@ import msgspec
 import pytest
 
 from kvproof.engine.eviction import LeastRecentlyUsed
-from kvproof.fuzz.campaigns import known
+from kvproof.fuzz.campaigns import guarded
+from kvproof.fuzz.campaigns.guarded import Replayer, judge_here
 from kvproof.fuzz.campaigns.known import KnownIssue, Ledger, entry_of, mended, needs_of
 from kvproof.fuzz.campaigns.lots import Lot, Site
 from kvproof.fuzz.campaigns.novelty import Watch, state_code, state_words, transition_code
@@ -29,6 +30,7 @@ from kvproof.fuzz.campaigns.triage import Triage, finding_id
 from kvproof.fuzz.faults import fault_by_id
 from kvproof.fuzz.replay import replay
 from kvproof.fuzz.search import DETERMINISM, Found, abilities, found, run_once, run_twice
+from kvproof.fuzz.swarm import Draw
 from kvproof.invariants.case import Case, load_case, save_case
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.operations import (
@@ -522,6 +524,41 @@ def test_a_subject_that_does_one_thing_now_and_another_then_is_found(
     assert finding.kinds == ()  # nothing was shrunk
 
 
+def test_a_difference_that_a_killed_process_left_behind_is_told_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is done twice again; what shows nothing then is told as well."""
+    draw = next(
+        draw
+        for number in range(40)
+        for draw in [draw_for(CACHE, f"seed/cache/{number}", abilities(EngineSubject))]
+        if "gave different" in told_of_twice(draw, LeastRecentlyUsed, MostRecentlyUsed)
+    )
+    case = found("engine", draw, (draw.operations, Violation(DETERMINISM, "")), None).case
+    for number, (other, words) in enumerate(
+        ((MostRecentlyUsed, "gave different results at the last one, "), (None, "not when it was"))
+    ):
+        lot = lot_of(tmp_path / str(number), campaign())
+        lot.site.store.keep_raw(case)
+        orders = cycle((LeastRecentlyUsed, other or LeastRecentlyUsed))
+        monkeypatch.setattr(
+            lot, "_factory", lambda world, o=orders: EvictionPolicySubject(world, eviction=next(o))
+        )
+        lot.settle_left_over()
+        (finding,) = lot.site.store.found()
+        assert (finding.property, words in finding.message) == (DETERMINISM, True)
+        assert not [*lot.site.store.raw_cases()]
+
+
+def told_of_twice(draw: Draw, *orders: type[LeastRecentlyUsed]) -> str:
+    """What is told of a run that is done once with each order of eviction."""
+    turns = iter(orders)
+    failure = run_twice(
+        lambda world: EvictionPolicySubject(world, eviction=next(turns)), draw, Totals()
+    )
+    return "" if failure is None else failure[1].message
+
+
 def test_a_known_subject_that_is_not_deterministic_is_known_until_it_is(
     tmp_path: Path, failing: list[Found], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -532,7 +569,10 @@ def test_a_known_subject_that_is_not_deterministic_is_known_until_it_is(
     (note,) = mended(ledger, [])
     assert note.startswith("7 is mended")
     differs = case.operations, Violation(DETERMINISM, "different")
-    monkeypatch.setattr(known, "run_twice", lambda *arguments: differs)
+    monkeypatch.setattr(guarded, "run_twice", lambda *arguments: differs)
+    monkeypatch.setattr(
+        Replayer, "judge", lambda replayer, path, twice: judge_here(path, twice=twice)
+    )
     assert mended(ledger, []) == []
 
 

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from kvproof.fuzz.campaigns import mirror
+from kvproof.fuzz.campaigns import store as store_module
 from kvproof.fuzz.campaigns.known import KnownIssue, Ledger
 from kvproof.fuzz.campaigns.lots import Lot
 from kvproof.fuzz.campaigns.mirror import Changes, Mirror, bring, state_of
 from kvproof.fuzz.campaigns.records import Campaign, FindingRecord, Progress, Target
 from kvproof.fuzz.campaigns.shard import ShardJob, run_job
 from kvproof.fuzz.campaigns.store import Journal, Store, read_lines, write_whole
+from kvproof.fuzz.campaigns.triage import write_finding
 from kvproof.fuzz.cli import fuzz, main
 from kvproof.invariants.case import load_case
 
@@ -136,7 +138,8 @@ def test_home_has_no_room(home: Store, monkeypatch: pytest.MonkeyPatch) -> None:
                 raise OSError(errno.ENOSPC, "No space left on device")
             write_whole(path, text)
 
-        monkeypatch.setattr(mirror, "write_whole", write)
+        for module in (mirror, store_module):
+            monkeypatch.setattr(module, "write_whole", write)
         try:
             take(changes, home)
         except OSError:
@@ -211,6 +214,27 @@ def test_a_shard_triages_what_was_left_at_home(home: Store) -> None:
     take(there.changes(), home)
     assert list(home.raw_cases()) == []
     assert excl_of(home).id == finding.id
+
+
+def test_a_finding_that_was_emptied_comes_again_and_one_that_is_there_stays(home: Store) -> None:
+    """As where it was found; it is written as a whole or not at all."""
+    store, there = away(home)
+    work(store)
+    changes = there.changes()
+    id = excl_of(store).id
+    for folder in (home.findings / id, store.findings / id):
+        folder.mkdir(exist_ok=True)
+        for file in folder.iterdir():
+            file.unlink()
+    take(changes, home)
+    (home.findings / id / "log.txt").write_text("mine")
+    take(changes, home)
+    assert (home.findings / id / "log.txt").read_text() == "mine"
+    finding = excl_of(home)
+    write_finding(store, finding, load_case(home.findings / id / "case.json"))
+    names = [sorted(path.name for path in own.findings.iterdir()) for own in (home, store)]
+    assert names[0] == names[1]  # nothing else is left
+    assert excl_of(store) == finding
 
 
 def test_the_ledger_stays_at_home(home: Store) -> None:

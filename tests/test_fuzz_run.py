@@ -21,9 +21,10 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from kvproof.fuzz.campaigns import regress
+from kvproof.fuzz.campaigns import guarded
 from kvproof.fuzz.campaigns import shard as shard_module
 from kvproof.fuzz.campaigns.executors import BAD_INPUT, WORKER, Ended, LocalExecutor
+from kvproof.fuzz.campaigns.guarded import Judged, Replayer
 from kvproof.fuzz.campaigns.known import KnownIssue, Ledger, entry_of, mended, read_ledger
 from kvproof.fuzz.campaigns.mended import put_mended_aside
 from kvproof.fuzz.campaigns.records import (
@@ -35,15 +36,23 @@ from kvproof.fuzz.campaigns.records import (
     Progress,
     Target,
 )
+from kvproof.fuzz.campaigns.regress import Replayed, replay_corpus
 from kvproof.fuzz.campaigns.run import CampaignRun, Standing
-from kvproof.fuzz.campaigns.shard import ShardJob, run_job
-from kvproof.fuzz.campaigns.store import Journal, Store, digest, read_lines, read_lines_from
+from kvproof.fuzz.campaigns.shard import Shard, ShardJob, run_job
+from kvproof.fuzz.campaigns.store import (
+    Journal,
+    Store,
+    as_text,
+    digest,
+    read_lines,
+    read_lines_from,
+    write_whole,
+)
 from kvproof.fuzz.campaigns.triage import Triage
 from kvproof.fuzz.cli import fuzz as fuzz_command
-from kvproof.fuzz.cli import main
+from kvproof.fuzz.cli import main, output
 from kvproof.fuzz.cli.app import app
 from kvproof.fuzz.cli.fuzz import seconds_of
-from kvproof.fuzz.replay import Replay
 from kvproof.fuzz.report import summary as summary_module
 from kvproof.fuzz.report.summary import summarise
 from kvproof.fuzz.search import Found
@@ -187,7 +196,7 @@ def test_a_call_that_goes_on_says_so(
     canary: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And, where there is no terminal, now and then how far it is."""
-    monkeypatch.setattr(fuzz_command, "LINE_SECONDS", 0.5)
+    monkeypatch.setattr(output, "LINE_SECONDS", (0.5, 0.5))
     copytree(canary[0] / "c", tmp_path / "c")
     store = Store(tmp_path / "c")
     ops = sum(line.totals.ops for line in lines_of(store))
@@ -197,7 +206,7 @@ def test_a_call_that_goes_on_says_so(
     assert re.search(r"found after \S+ s, by an earlier call", result.stdout)
     told = result.stderr.splitlines()
     assert len(told) >= 2
-    assert all(re.match(r"\d+ s: [\d,]+ operations, \d+ kept", line) for line in told)
+    assert all(re.match(r"fuzzing, \d+ s: [\d,]+ operations, \d+ kept", line) for line in told)
     assert sum(line.replayed for line in lines_of(store)) == replayed + kept
     words = fuzz_command._words(Standing(ops=1, replayed=312, to_replay=929))
     assert words.endswith(", replaying 312 of 929 kept runs")
@@ -479,8 +488,8 @@ def test_a_case_at_which_a_checker_stumbles_leaves_it_unknown(
     store = Store(tmp_path / "c")
     store.begin(Campaign("s", (CACHE,), 1))
     path = store.keep("cache", Case("engine", Configuration(), []))
-    stumbled = Replay("", "unknown", (), 1, (), "at operation 0: KeyError(3)")
-    monkeypatch.setattr(regress, "replay", lambda case: stumbled)
+    stumbled = Judged(problem="at operation 0: KeyError(3)")
+    monkeypatch.setattr(Replayer, "judge", lambda replayer, case: stumbled)
     result = kvproof("fuzz", "--replay-corpus", "--out", "c", "--json", cwd=tmp_path)
     fields = printed(result)
     assert (result.returncode, fields["verdict"]) == (3, "unknown")
@@ -533,6 +542,7 @@ def test_a_shard_is_run_alone_and_all_are_reported_together(tmp_path: Path) -> N
         (("--coverage",), "--coverage is taken with --replay-corpus"),
         (("--replay-corpus",), "is no campaign's folder"),
         (("--known", "nowhere.json"), "nowhere.json: No such file"),
+        (("--seed", "two\nlines"), "--seed: say it in one line"),
         (("--target", "nothing"), "unknown target 'nothing'"),
     ],
 )
@@ -639,14 +649,44 @@ def test_a_shard_is_run_by_one_process_at_a_time(
     run_job(ShardJob(str(begun.folder), 0, 0.1))
 
 
+def test_a_folder_is_worked_in_by_one_call_at_a_time(tmp_path: Path) -> None:
+    """But for shards that are run one by one, each by its own call."""
+    store, campaign = Store(tmp_path / "c"), Campaign("s", (CACHE,), 2)
+    command = ("fuzz", "--out", "c", "--seed", "s", "--target", "cache", "--time", "1s")
+    whole, one, other = ("--workers", "2"), ("--shard", "0/2"), ("--shard", "1/2")
+    for taken, refused in ((None, (whole, one, other)), (0, (whole, one))):
+        with store.taken(campaign, taken):
+            before = contents(store)
+            for options in refused:
+                result = kvproof(*command, *options, cwd=tmp_path)
+                assert result.returncode == 2
+                (line,) = result.stderr.splitlines()
+                assert line.startswith("kvproof: c: ")
+                assert line.endswith(
+                    "this campaign is being run by another kvproof fuzz: "
+                    "wait until that has ended, or choose another --out"
+                )
+            assert contents(store) == before
+            if taken is not None:
+                result = kvproof(*command, *other, cwd=tmp_path)
+                assert result.returncode in (0, 3), result.stderr
+                assert [path.name for path in store.shards.glob("*.jsonl")] == ["0001.jsonl"]
+    assert kvproof(*command, *whole, cwd=tmp_path).returncode in (0, 3)
+
+
+def contents(store: Store) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in store.folder.rglob("*") if path.is_file()}
+
+
 def test_a_full_disk_ends_the_campaign_clearly_and_tears_nothing(tmp_path: Path) -> None:
     """Files may grow to some kilobytes only: the journal does not fit."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (16000, 16000))\n"
     command = ("fuzz", "--time", "60s", "--target", "cache", "--workers", "1", "--out", "c")
     result = in_a_process(*command, cwd=tmp_path, before=limit)
     assert result.returncode == 2, result.stdout
-    assert re.search(r"c/\S+: (No space left on device|File too large)", result.stderr)
-    assert len(result.stderr.strip().splitlines()) == 1
+    *progress, line = result.stderr.strip().splitlines()
+    assert re.search(r"c/\S+: (No space left on device|File too large)", line)
+    assert all(told.startswith("fuzzing, ") for told in progress)
     store = Store(tmp_path / "c")
     lines_of(store)
     assert store.journal(0).read_bytes()[-1:] in (b"", b"\n")
@@ -860,6 +900,133 @@ def test_a_run_that_takes_the_process_is_a_finding_and_passed_over(
     assert sum(line.drawn for line in lines) > number + 1  # it went on behind it
 
 
+_GOES_WRONG_NOW = """
+import os, time
+from pathlib import Path
+from kvproof.stateful_tests.subjects.engine import EngineSubject
+
+class Mine(EngineSubject):
+    def apply(self, operation):
+        word = Path(os.environ["MINE"]).read_text()
+        if word == "hang":
+            time.sleep(3600)
+        if word == "die":
+            os._exit(7)
+        if word == "talk":
+            print("a word on standard output")
+        return super().apply(operation)
+"""
+
+
+@pytest.fixture
+def mine(
+    canary: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Store, Target, Path]:
+    """The canary's finding, as one of the user's subject, and the file that says what it does."""
+    (tmp_path / "mine.py").write_text(_GOES_WRONG_NOW)
+    word = tmp_path / "word"
+    word.write_text("work")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("MINE", str(word))
+    monkeypatch.syspath_prepend(tmp_path)
+    target = Target("subject:mine:Mine", "mine:Mine", tiers_share=0.0)
+    store = Store(tmp_path / "c")
+    store.begin(Campaign("s", (target,), 1))
+    (there,) = Store(canary[0] / "c").found()
+    folder = store.findings / there.id
+    copytree(canary[0] / "c" / "findings" / there.id, folder)
+    write_whole(folder / "finding.json", as_text(replace(there, subject=target.subject)))
+    case = disguised(folder / "case.json", target.subject)
+    case.write_text(case.read_text().replace(f'"fault": "{FAULT}",', ""))
+    return store, target, word
+
+
+@pytest.mark.parametrize(
+    ("word", "seconds", "told"),
+    [("hang", 3.0, "hangs: no end in 3 s"), ("die", 120.0, "along: exit code 7")],
+)
+def test_what_hangs_or_dies_in_a_replay_is_told_and_takes_nothing_along(
+    mine: tuple[Store, Target, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    word: str,
+    seconds: float,
+    told: str,
+) -> None:
+    """Findings, entries of the ledger, and kept runs; it is nothing that was mended."""
+    monkeypatch.setattr(guarded.Replayer.__init__, "__defaults__", (seconds,))
+    store, target, does = mine
+    (finding,) = store.found()
+    case = store.findings / finding.id / "case.json"
+    known = ledger(tmp_path, finding, case)
+    kept = store.keep(target.name, replace(load_case(case), violates=None))
+    does.write_text(word)
+    unjudged = put_mended_aside(store, [target])
+    assert mended(read_ledger(known), [target.subject], unjudged) == []
+    assert [reason.endswith(told) for reason in unjudged] == [True, True], unjudged
+    assert unjudged[0].startswith(f"{case}: its replay ")
+    assert unjudged[1].startswith("ISSUE-17: ")
+    assert store.found() == [finding]
+    replayed = guarded_corpus(store)
+    assert (replayed.cases, replayed.verdict, replayed.lost) == (1, "unknown", 1)
+    assert replayed.problems[0].startswith(f"{kept}: its replay ")
+
+    store.tell_stale((), unjudged)
+    summary = summarise([store.folder])
+    assert {f"{store.folder}: {reason}" for reason in unjudged} <= {*summary.reasons}
+    assert {f"{store.folder}: {reason}" for reason in unjudged} <= {*summary.notes}  # it fails
+    (store.findings / finding.id / "finding.json").unlink()
+    with monkeypatch.context() as patched:  # as if enough had been reached
+        patched.setattr(summary_module, "_judged", lambda *arguments: Judgement("pass", ()))
+        assert summarise([store.folder]).verdict == "unknown"
+        store.tell_stale(())
+        assert summarise([store.folder]).verdict == "pass"
+
+
+def test_a_report_tells_of_a_finding_that_takes_the_process_along_now(
+    mine: tuple[Store, Target, Path],
+) -> None:
+    """In place of its block map."""
+    pytest.importorskip("jinja2")
+    store, target, does = mine
+    does.write_text("die")
+    result = kvproof("report", "c", "--subject", target.subject, cwd=store.folder.parent)
+    assert result.returncode == 1, result.stderr
+    page = (store.folder.parent / "report.html").read_text()
+    assert "There is no block map: its replay took the process along: exit code 7." in page
+
+
+def guarded_corpus(store: Store) -> Replayed:
+    campaign = store.campaign()
+    assert campaign is not None
+    return replay_corpus(store, campaign)
+
+
+def test_a_replay_that_works_is_judged_in_a_process_of_its_own(
+    mine: tuple[Store, Target, Path],
+) -> None:
+    """What the subject prints is no answer; what was mended is seen."""
+    store, target, does = mine
+    does.write_text("talk")
+    assert put_mended_aside(store, [target]) == []
+    assert not store.found()
+    with Replayer() as replayer, pytest.raises(InputError, match="nowhere"):
+        replayer.judge(store.folder / "nowhere.json")
+
+
+def test_where_all_replays_die_not_all_are_tried(mine: tuple[Store, Target, Path]) -> None:
+    store, _, does = mine
+    case = store.findings / store.found()[0].id / "case.json"
+    does.write_text("die")
+    with Replayer() as replayer:
+        problems = [replayer.judge(case).problem for _ in range(5)]
+    assert [problem.startswith("its replay took") for problem in problems] == [
+        *[True] * 3,
+        *[False] * 2,
+    ]
+    assert problems[-1] == "not replayed: 3 before it hung, or took their process along"
+
+
 # -- other executors -------------------------------------------------------------------------------
 
 
@@ -981,6 +1148,22 @@ def test_a_process_that_dies_by_chance_leaves_it_unknown(
     assert {f"engine: {problem}" for problem in told} <= {*summary.reasons}
     assert summary.total.runs > done
     assert not store.found()
+
+
+def test_a_shard_says_which_run_it_is_at_however_long_the_seed_is(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for seed in ("s", "long" * 500, "s"):
+        store.folder.joinpath("campaign.json").unlink(missing_ok=True)
+        campaign = Campaign(seed, (CACHE,), 1)
+        store.begin(campaign) if not store.shards.exists() else None
+        shard = Shard(store, campaign, 0, Triage(store, Ledger(), 0))
+        for number in (12, 3):
+            shard._say(f"{seed}/cache/{number}")
+            assert store.seed_at(0) == f"{seed}/cache/{number}"
+        shard._say("s/cache/1")
+        assert store.seed_at(0) == "s/cache/1"
+        shard.close()
+    assert store.seed_at(1) == ""
 
 
 class Failing(InThisProcess):

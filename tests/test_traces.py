@@ -779,7 +779,7 @@ def test_result_is_json_and_a_table(told: CheckedTrace) -> None:
     assert set(decoded["percentiles"]["ttft"]) == {"p50", "p90", "p99"}
 
     console = Console(width=120, record=True, file=StringIO())
-    console.print(result_tables(told.result))
+    console.print(result_tables("one", told.result))
     console.print(comparison_tables({"one": told.result, "another": told.result}, 120))
     text = console.export_text()
     for name in (*decoded["metrics"], *decoded["percentiles"], "attention_mode", "fp8", "another"):
@@ -911,6 +911,29 @@ def test_policies_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert mine["record"]["batching_policy"]["about"] == "As fcfs."
     assert orca["metrics"]["preemptions"] == 0 < fcfs["metrics"]["preemptions"]
     assert orca["kv_use"]["used_of_held"] < fcfs["kv_use"]["used_of_held"]
+
+
+def test_one_policy_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No figure stands in two tables, and nothing is compared with itself."""
+    monkeypatch.chdir(tmp_path)
+    code, text, _ = command("--blocks", "512", "--policy", "orca")
+    assert code == 0
+    assert text.count("Times are virtual") == 1
+    assert "compared" not in text
+    rows = rows_of(text)
+    for once in ("ttft", "evictions", "goodput, requests/s", "output tokens/s"):
+        assert rows.count(once) == 1
+    assert rows.count("preemptions") == 2  # of the scheduler, and of a request
+    _, both, _ = command("--blocks", "512", "--policy", "orca", "--policy", "fcfs")
+    assert both.count("Times are virtual") == 1
+    told_above = {row for row in rows_of(both) if row not in rows}
+    assert {"finished", "ttft p50, s", "evictions, blocks"} <= told_above
+    assert not [row for row in told_above if row.startswith(("good", "KV", "slots"))]
+
+
+def rows_of(text: str) -> list[str]:
+    """What the rows of its tables are called."""
+    return [line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│")]
 
 
 def test_memory_hierarchies_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

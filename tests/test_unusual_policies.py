@@ -23,7 +23,6 @@ from kvproof.engine.policy import (
 from kvproof.engine.scheduler_state import State
 from kvproof.fuzz.swarm import draw_run
 from kvproof.invariants.operations import (
-    SCHEDULER_KINDS,
     AnyOperation,
     Arrive,
     Run,
@@ -532,7 +531,7 @@ class RandomPlans:
 
 def said(policy: PolicyFactory, seed: str, run: int) -> list[Violation]:
     """What is said in one run of the swarm, to the end of all requests."""
-    draw = draw_run(f"{seed}/{run}", frozenset(SCHEDULER_KINDS))
+    draw = draw_run(f"{seed}/{run}", SchedulerSubject.capabilities)
     harness = SchedulingHarness(
         SchedulerSubject(draw.configuration, policy=policy), audit_interval=None if run % 4 else 1
     )

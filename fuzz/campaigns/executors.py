@@ -21,6 +21,8 @@ WORKER = [sys.executable, "-P", "-m", "kvproof.fuzz.campaigns.worker"]
 """``-P``: the folder that the command is typed in is not searched for modules of kvproof's."""
 BAD_INPUT = 2
 """Exit code of a worker that cannot go on: what is wrong is its last line."""
+SPENT = 4
+"""Exit code of a worker that has told all, and wants to go on in a fresh process."""
 
 
 class Ended(Struct, frozen=True):
@@ -28,7 +30,8 @@ class Ended(Struct, frozen=True):
 
     shard: int
     code: int
-    """0 if its time was up, BAD_INPUT if it cannot go on; else it died: of a signal if negative."""
+    """0 if its time was up, BAD_INPUT if it cannot go on, SPENT if a fresh process has to; else it
+    died: of a signal if negative."""
     message: str = ""
     """The last that it said."""
 

@@ -20,16 +20,14 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from kvproof.fuzz.campaigns.guarded import Judged, Replayer
 from kvproof.fuzz.campaigns.records import UNREPLAYED, FindingRecord
 from kvproof.fuzz.campaigns.store import Store, as_text, read_record, write_whole
-from kvproof.fuzz.replay import installed, replay
-from kvproof.fuzz.search import DETERMINISM, run_twice
-from kvproof.fuzz.swarm import Draw
+from kvproof.fuzz.search import DETERMINISM
 from kvproof.invariants.case import Case, load_case
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.operations import AnyOperation, kind_of
-from kvproof.stateful_tests.subjects import is_kvproofs_own, subject_factory
-from kvproof.stateful_tests.totals import Totals
+from kvproof.stateful_tests.subjects import is_kvproofs_own
 
 FORMAT = "kvproof-known-issues"
 VERSION = 1
@@ -136,33 +134,42 @@ def _wrong_with(entry: KnownIssue, folder: Path) -> str:
     return ""
 
 
-def mended(ledger: Ledger, named: Sequence[str]) -> list[str]:
+def mended(ledger: Ledger, named: Sequence[str], unjudged: list[str] | None = None) -> list[str]:
     """Of each entry whose case does not fail any more, what is to be done about it.
 
-    ``named``: subjects that the user named, and whose code may be imported.  Raises InputError
-    if an entry is of another one.
+    ``named``: subjects that the user named, and whose code may be imported; ``unjudged`` hears of
+    entries of which a replay shows nothing, as it hangs, say.  Raises InputError if an entry is of
+    another subject.
     """
-    return [
-        f"{entry.issue} is mended: its case {entry.case} does not violate {entry.property} any "
-        "more: remove the entry"
-        for entry in ledger.issues
-        if entry.property not in UNREPLAYED
-        and not _still_fails(entry, ledger.folder / entry.case, named)
-    ]
+    passing = []
+    with Replayer() as replayer:
+        for entry in ledger.issues:
+            if entry.property in UNREPLAYED:
+                continue
+            judged = _judged(entry, ledger.folder / entry.case, named, replayer)
+            if _has(judged, entry.property):
+                continue
+            if not judged.problem:
+                passing.append(
+                    f"{entry.issue} is mended: its case {entry.case} does not violate "
+                    f"{entry.property} any more: remove the entry"
+                )
+            elif unjudged is not None:
+                unjudged.append(f"{entry.issue}: {entry.case}: {judged.problem}")
+    return passing
 
 
-def _still_fails(entry: KnownIssue, path: Path, named: Sequence[str]) -> bool:
+def _judged(entry: KnownIssue, path: Path, named: Sequence[str], replayer: Replayer) -> Judged:
     case = load_case(path)
     if not is_kvproofs_own(case.subject) and case.subject not in named:
         raise InputError(
             f"{path}: is of subject {case.subject}, which this campaign does not drive"
         )
-    if entry.property != DETERMINISM:
-        return any(v.property == entry.property for v in replay(case).violations)
-    draw = Draw(case.seed, case.configuration, case.features, case.operations)
-    with installed(case.fault):
-        failure = run_twice(subject_factory(case.subject), draw, Totals())
-    return failure is not None and failure[1].property == DETERMINISM
+    return replayer.judge(path, twice=entry.property == DETERMINISM)
+
+
+def _has(judged: Judged, property: str) -> bool:
+    return any(violation.property == property for violation in judged.violations)
 
 
 def mark_known(store: Store, ledger: Ledger) -> None:

@@ -6,7 +6,7 @@ The runs of a lot are the same whenever and wherever they are made, as long as n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -35,6 +35,8 @@ class Site(Struct, frozen=True):
     """Tells how long the shard has been running."""
     say: Callable[[str], None]
     """Hears the seed of each run before it is made."""
+    versions: Mapping[str, str] = {}
+    """Of the user's code, by subject."""
 
 
 class Lot:
@@ -49,6 +51,8 @@ class Lot:
         """CPU time that it had, and what it was charged beside that."""
         self._drawn = sum(line.drawn for line in lines)
         self._is_new = True
+        self.is_spent = False
+        """Nothing can be done any more in this process: a fresh one has to go on."""
 
     def charge(self) -> float:
         """What it had, in proportion to its share: whoever had least is next."""
@@ -57,7 +61,8 @@ class Lot:
     def work(self, end: float, stop: Callable[[], bool]) -> Progress:
         """Make runs, at least one, until the monotonic clock says ``end``, or until ``stop``.
 
-        What comes before them is no part of the CPU time that they took.
+        A process that is spent makes no more.  What comes before them is no part of the CPU time
+        that they took.
         """
         started, charged_from = time.monotonic(), time.process_time()
         progress = self.progress = self._no_progress()
@@ -67,7 +72,7 @@ class Lot:
         self.replay_kept(started + REPLAYED_SHARE * (end - started), stop)
         cpu_started = time.process_time()
         self._make_next()
-        while time.monotonic() < end and not stop():
+        while time.monotonic() < end and not self.is_spent and not stop():
             self._make_next()
         self.close_slice()
         del progress.totals.problems[PROBLEMS_MAX:]
@@ -78,7 +83,8 @@ class Lot:
         return progress
 
     def _no_progress(self) -> Progress:
-        return Progress(self.target.name, 0.0, 0.0, Totals())
+        version = self.site.versions.get(self.target.subject, "")
+        return Progress(self.target.name, 0.0, 0.0, Totals(), version=version)
 
     def _make_next(self) -> None:
         campaign = self.site.campaign

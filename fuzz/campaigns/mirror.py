@@ -8,11 +8,8 @@ Where they are brought, all that is written in the opposite order.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from uuid import uuid4
 
 import msgspec
 from msgspec import Struct, field
@@ -20,7 +17,14 @@ from msgspec.structs import replace
 
 from kvproof.fuzz.campaigns.known import Ledger
 from kvproof.fuzz.campaigns.records import FindingRecord, Progress
-from kvproof.fuzz.campaigns.store import Journal, Store, as_text, read_lines_from, write_whole
+from kvproof.fuzz.campaigns.store import (
+    Journal,
+    Store,
+    as_text,
+    read_lines_from,
+    write_folder,
+    write_whole,
+)
 
 RECORD = "finding.json"
 
@@ -79,9 +83,8 @@ class Mirror:
     def changes(self) -> Changes:
         """Since this was asked last.  Raises InputError if the journal cannot be read."""
         changes, store = Changes(), self._store
-        journal, log, present = (
-            place(self._shard) for place in (store.journal, store.log, store.present)
-        )
+        journal, log = store.journal(self._shard), store.log(self._shard)
+        changes.present = store.seed_at(self._shard)
         if journal.exists():
             changes.lines, self._journal_end = read_lines_from(journal, Progress, self._journal_end)
         raw = set(_json_files(store.raw))
@@ -95,8 +98,6 @@ class Mirror:
             if folder.name not in self._findings:
                 changes.findings[folder.name] = _texts(folder, folder.iterdir())
                 self._findings.add(folder.name)
-        if present.exists():
-            changes.present = present.read_text(encoding="utf-8", errors="replace").strip()
         if log.exists():
             text = log.read_bytes()[self._log_end :]
             self._log_end += len(text)
@@ -136,18 +137,9 @@ def note(store: Store, shard: int, text: str) -> None:
 
 def _place(folder: Path, files: Mapping[str, str], ledger: Ledger) -> None:
     """Write a finding as a whole; the ledger is here, and not where it was found."""
-    if folder.exists():
-        return
     record = msgspec.json.decode(files[RECORD], type=FindingRecord)
     record = replace(record, known=ledger.issue_of(record))
-    partial = folder.with_name(f".{folder.name}.{uuid4().hex[:8]}")
-    partial.mkdir()
-    try:
-        for name, text in {**files, RECORD: as_text(record)}.items():
-            write_whole(partial / name, text)
-        os.rename(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    write_folder(folder, {**files, RECORD: as_text(record)})
 
 
 def _json_files(folder: Path) -> Iterable[Path]:

@@ -74,6 +74,8 @@ class Progress(Struct, forbid_unknown_fields=True):
     """Kept runs that were run again, beside those that the totals count."""
     failures: dict[str, int] = field(default_factory=dict)
     """Failing runs by the id of the finding that they show, as far as one can tell."""
+    version: str = ""
+    """Digest of the user's code with which all that was done; empty for kvproof's own."""
 
 
 class FindingRecord(Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,10 +109,12 @@ class FindingRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Stale(Struct, frozen=True, forbid_unknown_fields=True):
-    """``stale.json``: what the latest call found wrong with the ledger of known issues."""
+    """``stale.json``: what the latest call found wrong with what was known before."""
 
     entries: tuple[str, ...]
     """Of each entry whose case does not fail any more, what is to be done about it."""
+    unjudged: tuple[str, ...] = ()
+    """Entries and findings of which a replay shows nothing now: it hangs, say."""
 
 
 class PassedOver(Struct, frozen=True, forbid_unknown_fields=True):

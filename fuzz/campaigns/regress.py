@@ -18,10 +18,10 @@ from tempfile import TemporaryDirectory
 import msgspec
 from msgspec import Struct
 
+from kvproof.fuzz.campaigns.guarded import Judged, Replayer, judge_here
 from kvproof.fuzz.campaigns.records import Campaign, CodeCoverage, FileCoverage
 from kvproof.fuzz.campaigns.store import Store, as_text, require_subject, write_whole
 from kvproof.fuzz.campaigns.targets import KERNELS
-from kvproof.fuzz.replay import replay
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.verdict import Verdict
 from kvproof.stateful_tests.subjects import is_kvproofs_own
@@ -43,6 +43,8 @@ class Replayed(Struct, frozen=True):
     failing: tuple[Regression, ...]
     problems: tuple[str, ...] = ()
     """Where a checker stumbled: whether those cases fail is unknown."""
+    lost: int = 0
+    """Of these, replays that hung, or took their process along."""
 
     @property
     def verdict(self) -> Verdict:
@@ -54,31 +56,48 @@ class Replayed(Struct, frozen=True):
 def replay_corpus(
     store: Store, campaign: Campaign, on_case: Callable[[], object] = lambda: None
 ) -> Replayed:
-    """Replay all that was kept, audited at each operation.  Raises InputError."""
-    cases, failing, problems = 0, list[Regression](), list[str]()
+    """Replay all that was kept, audited at each operation, in a process that may hang or die.
+
+    Raises InputError.
+    """
+    with Replayer() as replayer:
+        return _replayed(store, campaign, replayer.judge, on_case)
+
+
+def _replayed(
+    store: Store,
+    campaign: Campaign,
+    judge: Callable[[Path], Judged],
+    on_case: Callable[[], object] = lambda: None,
+) -> Replayed:
+    cases, lost, failing, problems = 0, 0, list[Regression](), list[str]()
     for target in campaign.targets:
         for path, case in store.kept(target.name):
             require_subject(case, path, target.subject)
             cases += 1
             on_case()
-            replayed = replay(case)
+            judged = judge(path)
             failing += [
                 Regression(str(path), violation.property, violation.message)
-                for violation in replayed.violations[:1]
+                for violation in judged.violations[:1]
             ]
-            if replayed.verdict == "unknown":
-                problems.append(f"{path}: {replayed.problem}")
-    return Replayed(cases, tuple(failing), tuple(problems))
+            if judged.problem and not judged.violations:
+                problems.append(f"{path}: {judged.problem}")
+                lost += judged.is_lost
+    return Replayed(cases, tuple(failing), tuple(problems), lost)
 
 
-def replay_covered(store: Store, campaign: Campaign) -> tuple[Replayed, CodeCoverage]:
-    """The same in a process under coverage.py; also written to ``coverage.json``.
+def replay_covered(store: Store, campaign: Campaign) -> tuple[Replayed, CodeCoverage | None]:
+    """The same, and once more in a process under coverage.py; also written to ``coverage.json``.
 
-    Branches are told by sys.monitoring where Python can (from 3.14 on), else by a tracer.  Raises
-    InputError if coverage.py is not installed.
+    There is no coverage if a replay hangs or dies.  Branches are told by sys.monitoring where
+    Python can (from 3.14 on), else by a tracer.  Raises InputError if coverage.py is not installed.
     """
     if importlib.util.find_spec("coverage") is None:
         raise InputError("--coverage needs coverage.py: pip install coverage")
+    first = replay_corpus(store, campaign)
+    if first.lost:
+        return first, None
     code = ",".join(dict.fromkeys(code_under_test(campaign)))
     with TemporaryDirectory() as folder:
         data, told = Path(folder, "data"), Path(folder, "told.json")
@@ -142,7 +161,7 @@ def main() -> None:
     store = Store(folder)
     campaign = store.campaign()
     assert campaign is not None
-    write_whole(told, as_text(replay_corpus(store, campaign)))
+    write_whole(told, as_text(_replayed(store, campaign, judge_here)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from kvproof.fuzz.campaigns.executors import BAD_INPUT, Ended, Executor
+from kvproof.fuzz.campaigns.conditions import version_at
+from kvproof.fuzz.campaigns.executors import BAD_INPUT, SPENT, Ended, Executor
 from kvproof.fuzz.campaigns.known import Ledger, read_ledger
 from kvproof.fuzz.campaigns.records import DIED, HANG, Campaign, PassedOver, Progress, Target
 from kvproof.fuzz.campaigns.shard import ShardJob
@@ -134,7 +135,9 @@ class CampaignRun:
                 self._read(ended.shard)
                 if ended.code == BAD_INPUT:
                     raise InputError(ended.message or f"shard {ended.shard} {_SPEECHLESS}")
-                if ended.code:
+                if ended.code == SPENT:
+                    self._start(ended.shard)
+                elif ended.code:
                     self._died(ended)
             self._look_for_hangs()
 
@@ -191,7 +194,7 @@ class CampaignRun:
                 f"shard {ended.shard} died {watched.deaths} times in a row: {ended.message} (see "
                 f"{self._store.log(ended.shard)})"
             )
-        seed = self._present(ended.shard)
+        seed = self._store.seed_at(ended.shard)
         if seed != watched.died_at:
             self._tell_of_death(ended.shard)
             watched.died_at, watched.died_here = seed, 0
@@ -214,7 +217,10 @@ class CampaignRun:
             journal = Journal(self._store.journal(shard))
             journal.append(
                 [
-                    Progress(target.name, watched.at, 0.0, totals)
+                    Progress(
+                        *(target.name, watched.at, 0.0, totals),
+                        version=version_at(self._store.folder, shard, target.subject),
+                    )
                     for target in self._targets_of(watched.died_at)
                 ]
             )
@@ -228,18 +234,13 @@ class CampaignRun:
             stood = time.monotonic() - watched.grew
             if stood < self._stall_seconds / 10:
                 continue
-            seed = self._present(shard)
+            seed = self._store.seed_at(shard)
             if seed != watched.seen:  # a corpus may take long, though each run of it ends
                 watched.seen, watched.grew = seed, time.monotonic()
             elif stood > self._stall_seconds:
                 watched.grew = time.monotonic()
                 self._executor.kill(shard)
                 self._pass_over(shard, seed, HANG, f"no answer in {stood:.0f} s")
-
-    def _present(self, shard: int) -> str:
-        """The seed of the run that the shard is at, or was."""
-        path = self._store.present(shard)
-        return path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
 
     def _pass_over(self, shard: int, seed: str, property: str, why: str) -> None:
         if not seed:  # it was not at any

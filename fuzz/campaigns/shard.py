@@ -24,6 +24,7 @@ from kvproof.fuzz.campaigns.store import Journal, Store, read_lines
 from kvproof.fuzz.campaigns.subject_lot import SubjectLot
 from kvproof.fuzz.campaigns.targets import KERNELS
 from kvproof.fuzz.campaigns.triage import Triage
+from kvproof.fuzz.campaigns.versions import code_versions
 from kvproof.fuzz.replay import installed
 from kvproof.invariants.errors import InputError
 
@@ -43,19 +44,21 @@ class ShardJob(Struct, frozen=True):
     """File with the ledger of known issues."""
 
 
-def run_job(job: ShardJob, stop: Callable[[], bool] = lambda: False) -> None:
-    """Run the shard for so long, or until ``stop`` says so.  Raises InputError, or OSError."""
+def run_job(job: ShardJob, stop: Callable[[], bool] = lambda: False) -> bool:
+    """Run the shard for so long, or until ``stop`` says so; whether a fresh process has to go on.
+
+    Raises InputError, or OSError.
+    """
     store = Store(Path(job.folder))
     campaign = store.campaign()
     if campaign is None:
         raise InputError(f"{job.folder}: no campaign")
     store.make()
-    write_conditions(store.folder, job.shard)
     ledger = read_ledger(Path(job.known) if job.known else None)
     with installed(campaign.fault):
         shard = Shard(store, campaign, job.shard, Triage(store, ledger, job.shard))
         try:
-            shard.run(job.seconds, stop)
+            return shard.run(job.seconds, stop)
         finally:
             shard.close()
 
@@ -72,7 +75,11 @@ class Shard:
         path = store.passed_over(number)
         passed_over = read_lines(path, PassedOver) if path.exists() else []
         seeds = frozenset(line.seed for line in passed_over)
-        site = self._site = Site(store, campaign, number, triage, seeds, self.at, self._say)
+        versions = code_versions(campaign.targets)
+        write_conditions(store.folder, number, versions)
+        site = self._site = Site(
+            *(store, campaign, number, triage, seeds, self.at, self._say), versions
+        )
         self._lots: list[Lot] = [
             (KernelLot if target.subject == KERNELS else SubjectLot)(
                 site, target, [line for line in lines if line.target == target.name]
@@ -80,15 +87,18 @@ class Shard:
             for target in campaign.targets
         ]
 
-    def run(self, seconds: float, stop: Callable[[], bool]) -> None:
-        """Work in slices until the time is up."""
+    def run(self, seconds: float, stop: Callable[[], bool]) -> bool:
+        """Work in slices until the time is up, or this process is spent; whether it is."""
         deadline = time.monotonic() + seconds
         for lot in self._lots:
             lot.settle_left_over()
-        while not stop() and time.monotonic() < deadline:
+        is_spent = False
+        while not is_spent and not stop() and time.monotonic() < deadline:
             lot = min(self._lots, key=Lot.charge)
             end = min(deadline, time.monotonic() + self._slice_seconds())
             self._journal.append([lot.work(end, stop)])
+            is_spent = lot.is_spent
+        return is_spent
 
     def _slice_seconds(self) -> float:
         """Short ones where a run may take the process: that slice has to be done again."""
@@ -103,7 +113,7 @@ class Shard:
 
     def _say(self, seed: str) -> None:
         """Leave word of the run that is about to be made, in case it is the last."""
-        os.pwrite(self._now, seed.encode().ljust(512), 0)
+        os.pwrite(self._now, f"{seed}\n".encode(), 0)  # what is behind it is of another run
 
     def close(self) -> None:
         self._journal.close()

@@ -11,7 +11,9 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
@@ -46,6 +48,22 @@ def write_whole(path: Path, text: str) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_folder(folder: Path, files: Mapping[str, str]) -> None:
+    """All of the files or none; nothing if the folder is there, by whoever came first."""
+    partial = folder.with_name(f".{folder.name}.{uuid4().hex[:8]}")
+    partial.mkdir()
+    try:
+        for name, text in files.items():
+            write_whole(partial / name, text)
+        try:
+            os.rename(partial, folder)  # over an empty one
+        except OSError:
+            if not folder.exists():
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def as_text(record: Struct) -> str:
@@ -86,6 +104,12 @@ class Store:
         """Holds the seed of the run that the shard is at."""
         return self.shards / f"{shard:04}.now"
 
+    def seed_at(self, shard: int) -> str:
+        """The seed of the run that the shard is at, or was; empty if it is at none."""
+        path = self.present(shard)
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        return text.partition("\n")[0].strip()
+
     def log(self, shard: int) -> Path:
         """What the shard's processes print."""
         return self.shards / f"{shard:04}.log"
@@ -124,16 +148,47 @@ class Store:
             raise InputError(f"{self.folder}: is another campaign: {_difference(there, campaign)}")
         self.make()
 
-    def stale(self) -> tuple[str, ...]:
-        """Entries of the ledger that have to go, as the latest call saw it."""
-        path = self.folder / "stale.json"
-        return read_record(path, Stale).entries if path.exists() else ()
+    @contextmanager
+    def taken(self, campaign: Campaign, shard: int | None) -> Iterator[None]:
+        """Begin; meanwhile no other call runs that shard here, or, for None, any of them.
 
-    def tell_stale(self, entries: Sequence[str]) -> None:
-        """Have every report of this folder judge by them as well."""
+        Nothing is left behind of a process that is killed.  Raises InputError as ``begin`` does,
+        and if another call is at it.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as locks:
+            try:
+                how = fcntl.LOCK_EX if shard is None else fcntl.LOCK_SH
+                locks.enter_context(_locked(self.folder, how | fcntl.LOCK_NB))
+                self.begin(campaign)
+                if shard is not None:
+                    present = self.present(shard)
+                    present.touch()
+                    locks.enter_context(_locked(present, fcntl.LOCK_EX | fcntl.LOCK_NB))
+            except BlockingIOError:
+                what = "" if shard is None else f"shard {shard} of "
+                raise InputError(
+                    f"{self.folder}: {what}this campaign is being run by another kvproof fuzz: "
+                    "wait until that has ended, or choose another --out"
+                ) from None
+            yield
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Shards that are started together look after what was found before one by one."""
+        with _locked(self.findings, fcntl.LOCK_EX):
+            yield
+
+    def stale(self) -> Stale:
+        """What was wrong with what was known before, as the latest call saw it."""
         path = self.folder / "stale.json"
-        if entries:
-            write_whole(path, as_text(Stale(tuple(entries))))
+        return read_record(path, Stale) if path.exists() else Stale(())
+
+    def tell_stale(self, entries: Sequence[str], unjudged: Sequence[str] = ()) -> None:
+        """Have every report of this folder judge by that as well."""
+        path = self.folder / "stale.json"
+        if entries or unjudged:
+            write_whole(path, as_text(Stale(tuple(entries), tuple(unjudged))))
         else:
             path.unlink(missing_ok=True)
 
@@ -258,6 +313,17 @@ def read_lines_from(path: Path, kind: type[AnyRecord], start: int) -> tuple[list
             number = path.read_bytes()[:start].count(b"\n") + index + 1
             raise InputError(f"{path}:{number}: {error}") from None
     return records, start + len(whole)
+
+
+@contextmanager
+def _locked(path: Path, how: int) -> Iterator[None]:
+    """With LOCK_NB, raises BlockingIOError if another process has it."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(file, how)
+        yield
+    finally:
+        os.close(file)
 
 
 class Journal:

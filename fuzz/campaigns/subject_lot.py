@@ -13,6 +13,7 @@ from kvproof.fuzz.campaigns.records import FindingRecord, Progress, Target
 from kvproof.fuzz.campaigns.store import require_subject
 from kvproof.fuzz.campaigns.targets import draw_for, seeds_of, shard_of
 from kvproof.fuzz.search import (
+    DETERMINISM,
     DONE_TWICE_EVERY,
     Failure,
     Found,
@@ -27,6 +28,7 @@ from kvproof.invariants.case import Case
 from kvproof.invariants.verdict import Violation
 from kvproof.stateful_tests.harness import CRASH
 from kvproof.stateful_tests.subjects import subject_factory
+from kvproof.stateful_tests.totals import Totals
 
 WATCHED_EVERY = 2
 """One run in so many is watched for what is new in it: that takes a tenth of a cheap run's time."""
@@ -57,10 +59,23 @@ class SubjectLot(Lot):
             if is_of_target and int(number) % site.campaign.shards == site.shard:
                 require_subject(case, path, self.target.subject)
                 site.say(case.seed)
-                failing = Found(case, Violation(case.violates or CRASH, "the run failed"))
+                failing = Found(case, self._violation_of(case))
                 replays = case.seed not in site.passed_over
                 site.triage.settle(self.target.name, failing, site.clock(), replays)
                 path.unlink(missing_ok=True)
+
+    def _violation_of(self, case: Case) -> Violation:
+        """What a run that was left over violates; shrinking tells it of those that fail again."""
+        if case.violates == DETERMINISM and case.seed not in self.site.passed_over:
+            failure = run_twice(self._factory, _draw_of(case), Totals())
+            if failure is not None and failure[1].property == DETERMINISM:
+                return failure[1]
+            message = (
+                "done in two fresh subjects, the run gave different results, but not when it was "
+                "done twice again"
+            )
+            return Violation(DETERMINISM, message)
+        return Violation(case.violates or CRASH, "the run failed, and its process died with it")
 
     def open(self) -> None:
         site, target = self.site, self.target
@@ -79,9 +94,8 @@ class SubjectLot(Lot):
         )
         self.progress.replayed = pending - corpus.pending
         for case, failure in failing:
-            draw = Draw(case.seed, case.configuration, case.features, case.operations)
             site.say(case.seed)
-            self._report(draw, failure)
+            self._report(_draw_of(case), failure)
 
     def make(self, seed: str) -> None:
         draw = draw_for(self.target, seed, self._able)
@@ -146,3 +160,8 @@ class SubjectLot(Lot):
         features = frozenset(draw.features)
         suspected = any(k <= kinds and f <= features for k, f in self._suspicions)
         return suspected and crc32(f"{draw.seed} again".encode()) >= SUSPECTS_MADE * (1 << 32)
+
+
+def _draw_of(case: Case) -> Draw:
+    """The run of a case, to be made again."""
+    return Draw(case.seed, case.configuration, case.features, case.operations)

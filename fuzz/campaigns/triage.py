@@ -9,20 +9,16 @@ and only counted otherwise.
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from uuid import uuid4
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from kvproof.fuzz.campaigns.known import Ledger, needs_of, owner_of
 from kvproof.fuzz.campaigns.records import UNREPLAYED, FindingRecord
-from kvproof.fuzz.campaigns.store import Store, as_text, digest, write_whole
+from kvproof.fuzz.campaigns.store import Store, as_text, digest, write_folder
 from kvproof.fuzz.replay import replay
 from kvproof.fuzz.search import DETERMINISM, Found
 from kvproof.fuzz.shrink import shrink
@@ -152,33 +148,14 @@ def write_finding(
     folder = store.findings / finding.id
     if (folder / "finding.json").exists():
         return
-    partial = store.findings / f".{finding.id}.{uuid4().hex[:8]}"
-    partial.mkdir()
-    try:
-        files = {"finding.json": as_text(finding)}
-        if case is not None:
-            case = replace(case, violates=finding.property)
-            files["case.json"] = dump_case(case)
-            files[f"test_{finding.id}.py"] = pytest_source(
-                case, finding.explanation, name=finding.id
-            )
-            files["log.txt"] = log_text(
-                case, finding.explanation, moments, violated=finding.property
-            )
-        else:
-            files["log.txt"] = finding.explanation + "\n"
-            if source:
-                files[f"test_{finding.id}.py"] = source
-        for name, text in files.items():
-            write_whole(partial / name, text)
-        _into_place(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _into_place(partial: Path, folder: Path) -> None:
-    try:
-        os.rename(partial, folder)
-    except OSError:
-        if not folder.exists():  # else another shard came first
-            raise
+    files = {"finding.json": as_text(finding)}
+    if case is not None:
+        case = replace(case, violates=finding.property)
+        files["case.json"] = dump_case(case)
+        files[f"test_{finding.id}.py"] = pytest_source(case, finding.explanation, name=finding.id)
+        files["log.txt"] = log_text(case, finding.explanation, moments, violated=finding.property)
+    else:
+        files["log.txt"] = finding.explanation + "\n"
+        if source:
+            files[f"test_{finding.id}.py"] = source
+    write_folder(folder, files)

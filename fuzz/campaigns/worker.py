@@ -9,17 +9,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from contextlib import suppress
 from threading import Thread
 
 import msgspec
 
-from kvproof.fuzz.campaigns.executors import BAD_INPUT
+from kvproof.fuzz.campaigns.executors import BAD_INPUT, SPENT
+from kvproof.fuzz.campaigns.guarded import end_without
 from kvproof.fuzz.campaigns.shard import ShardJob, run_job
 from kvproof.invariants.errors import InputError
-
-GRACE_SECONDS = 2.0
 
 
 def main() -> int:
@@ -29,13 +27,15 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     parent = os.getppid()
     job = msgspec.json.decode(sys.argv[1], type=ShardJob)
-    Thread(target=_end_without, args=(parent,), daemon=True).start()
+    Thread(target=end_without, args=(parent,), daemon=True).start()
     try:
-        run_job(job, stop=lambda: bool(told) or os.getppid() != parent)
+        is_spent = run_job(job, stop=lambda: bool(told) or os.getppid() != parent)
     except (InputError, OSError) as error:
         with suppress(OSError):  # where the disk is full, the log is
             os.write(sys.stderr.fileno(), f"{_words(error)}\n".encode())
         return BAD_INPUT
+    if is_spent:
+        os._exit(SPENT)  # at once: libraries that tidy up behind a dead device may die of it
     return 0
 
 
@@ -43,14 +43,6 @@ def _words(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
-
-
-def _end_without(parent: int) -> None:
-    """A run that is long, or a search for a shorter one, is not worth an orphan."""
-    while os.getppid() == parent:
-        time.sleep(GRACE_SECONDS / 4)
-    time.sleep(GRACE_SECONDS)
-    os._exit(1)
 
 
 if __name__ == "__main__":

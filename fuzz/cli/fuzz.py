@@ -6,7 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import count
@@ -50,8 +50,6 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
 _SHARD = re.compile(r"(\d+)/(\d+)")
 _SHOWN_LINES = 12
-LINE_SECONDS = 60.0
-"""Where there is no terminal for a progress bar, a line is printed so often."""
 
 
 def fuzz(
@@ -152,36 +150,36 @@ def fuzz(
         there.seed if there and seed is None else fresh_seed(seed), targets, of, fault
     )
     ledger = read_ledger(known)
-    stale = mended(ledger, [own.subject for own in campaign.targets])
+    unjudged: list[str] = []
+    stale = mended(ledger, [own.subject for own in campaign.targets], unjudged)
     store = Store(out)
-    store.begin(campaign)
-    store.tell_stale(stale)
-    put_mended_aside(store, campaign.targets)
-    mark_known(store, ledger)
-    executor = cluster.executor(of) if cluster else LocalExecutor()
-    run = CampaignRun(out, campaign, executor, shards=shards, seconds=seconds, known=known)
-    before = _Before.of(store, shards)
-    if not as_json:
-        is_all = not (target or subject or policy)
-        _say_what(campaign, shards, out, lacks_kernels=is_all and not has_kernels())
-        _say_where_it_goes_on(before, run.standing.to_replay)
-    joined = cluster.joined() if cluster else nullcontext()
-    lines = _Lines()
-    interrupted: list[str] = []
-    with progress_bar("fuzzing", seconds) as bar, joined, _interruptible(run, interrupted):
-
-        def tell(standing: Standing) -> None:
-            bar.update(run.elapsed(), _words(standing))
-            if not as_json:
-                lines.update(run.elapsed(), _words(standing))
-
-        run.run(tell)
-    summary = summarise([out])
+    with store.taken(campaign, None if shard is None else shards[0]):
+        with store.in_turn():
+            store.tell_stale(stale, [*unjudged, *put_mended_aside(store, campaign.targets)])
+            mark_known(store, ledger)
+        executor = cluster.executor(of) if cluster else LocalExecutor()
+        run = CampaignRun(out, campaign, executor, shards=shards, seconds=seconds, known=known)
+        before = _Before.of(store, shards)
+        if not as_json:
+            is_all = not (target or subject or policy)
+            _say_what(campaign, shards, out, lacks_kernels=is_all and not has_kernels())
+            _say_where_it_goes_on(before, run.standing.to_replay)
+        joined = cluster.joined() if cluster else nullcontext()
+        interrupted = _run(run, joined)
+        summary = summarise([out])
     if as_json:
         print_json(_fields(summary, interrupted))
     else:
         _show(summary, interrupted, out, before.findings)
     finish(summary.verdict)
+
+
+def _run(run: CampaignRun, joined: AbstractContextManager[None]) -> list[str]:
+    """Run it, tell how far it is, and say whether it was interrupted."""
+    interrupted = list[str]()
+    with progress_bar("fuzzing", run.seconds) as bar, joined, _interruptible(run, interrupted):
+        run.run(lambda standing: bar.update(run.elapsed(), _words(standing)))
+    return interrupted
 
 
 def seconds_of(text: str) -> float:
@@ -231,18 +229,6 @@ class _Before(Struct, frozen=True):
             sum([line.totals.ops for line in lines]),
             frozenset(finding.id for finding in store.found()),
         )
-
-
-class _Lines:
-    """What a log has instead of a progress bar: a line now and then."""
-
-    def __init__(self) -> None:
-        self._next = LINE_SECONDS
-
-    def update(self, elapsed: float, words: str) -> None:
-        if not stderr.is_terminal and elapsed >= self._next:
-            self._next = elapsed + LINE_SECONDS
-            stderr.print(f"{duration(round(elapsed))}: {words}", soft_wrap=True)
 
 
 @contextmanager

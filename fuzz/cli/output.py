@@ -7,17 +7,19 @@ import os
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, Protocol
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvproof.fuzz.report.chart import duration
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.verdict import Verdict, Violation
 from kvproof.stateful_tests.subjects import is_kvproofs_own
@@ -28,6 +30,7 @@ SCHEMA = 1
 EXIT_CODES: dict[Verdict, int] = {"pass": 0, "fail": 1, "unknown": 3}
 EXIT_BAD_INPUT = 2
 EXIT_UNKNOWN = EXIT_CODES["unknown"]
+EXIT_INTERRUPTED = 130
 EXIT_CLOSED_PIPE = 141
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object for machines.")]
@@ -45,12 +48,16 @@ console = Console(highlight=False, soft_wrap=True, emoji=False, width=_WIDTH)
 stderr = Console(stderr=True, highlight=False)
 
 
+LINE_SECONDS = (10.0, 60.0)
+"""Where there is no terminal for a bar, a line of progress comes so often: at first, and later."""
 WIDE = 120
 """Columns from which on a table of long texts can be read; below, they are listed."""
 
 
 def fresh_seed(seed: str | None) -> str:
-    """The seed asked for, or a new one."""
+    """The seed asked for, or a new one.  Raises InputError if it is not one line."""
+    if seed is not None and len(f"{seed}.".splitlines()) > 1:
+        raise InputError("--seed: say it in one line")
     return seed if seed is not None else str(secrets.randbelow(10**9))
 
 
@@ -130,24 +137,47 @@ def replay_command(case: Path, subject: str) -> str:
     return f"kvproof replay {quote(str(case))} --log{own}"
 
 
-class Bar:
+class Bar(Protocol):
     """Progress of something that takes a known time or number of steps."""
 
-    def __init__(self, progress: Progress | None, task: TaskID | None) -> None:
+    def update(self, completed: float, text: str) -> None:
+        """Where it stands, of the total, and a few words."""
+
+
+class _Drawn:
+    """A bar of a terminal."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress = progress
         self._task = task
 
     def update(self, completed: float, text: str) -> None:
-        """Where it stands, of the total, and a few words."""
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=completed, text=text)
+        self._progress.update(self._task, completed=completed, text=text)
+
+
+class _Lines:
+    """What a log has instead, since rich draws nothing there: a line now and then."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._started = time.monotonic()
+        self._next = self._started + LINE_SECONDS[0]
+
+    def update(self, completed: float, text: str) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        elapsed, (shortest, longest) = now - self._started, LINE_SECONDS
+        self._next = now + min(longest, max(shortest, elapsed / 20))
+        words = f"{self._label}, {duration(round(elapsed))}: {text}"
+        stderr.print(words, soft_wrap=True, markup=False)
 
 
 @contextmanager
 def progress_bar(label: str, total: float) -> Iterator[Bar]:
-    """A bar on standard error, on a terminal only."""
+    """On standard error: a bar, or where there is no terminal, lines."""
     if not stderr.is_terminal:
-        yield Bar(None, None)
+        yield _Lines(label)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -156,4 +186,4 @@ def progress_bar(label: str, total: float) -> Iterator[Bar]:
         TextColumn("{task.fields[text]}"),
     )
     with Progress(*columns, console=stderr, transient=True) as progress:
-        yield Bar(progress, progress.add_task(label, total=total, text=""))
+        yield _Drawn(progress, progress.add_task(label, total=total, text=""))

@@ -486,10 +486,11 @@ def _violations(report: _Report) -> list[dict[str, object]]:
 
 
 def _show(reports: Sequence[_Report], verdict: Verdict, written: Sequence[Path]) -> None:
-    if len(reports) == 1:
-        console.print(result_tables(reports[0].checked.result))
     results = {report.name: report.checked.result for report in reports}
-    console.print(comparison_tables(results, console.width))
+    if len(reports) == 1:
+        console.print(result_tables(*next(iter(results.items()))))
+    else:
+        console.print(comparison_tables(results, console.width))
     tiered = any(report.checked.result.tiers.tiered for report in reports)
     _show_cost(reports[0].checked.result, tiered=tiered)
     for report in reports:

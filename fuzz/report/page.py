@@ -18,6 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from msgspec import Struct
 from msgspec.structs import replace
 
+from kvproof.fuzz.campaigns.guarded import Judged, Replayer
 from kvproof.fuzz.campaigns.records import DIED, HANG, Campaign, CodeCoverage, FileCoverage
 from kvproof.fuzz.campaigns.targets import KERNELS
 from kvproof.fuzz.cli.output import replay_command
@@ -189,6 +190,11 @@ def _replayed(
             f"--subject {case.subject}"
         )
     try:
+        with Replayer() as replayer:  # code of the user's may hang now
+            own = is_kvproofs_own(case.subject)
+            judged = Judged() if own else replayer.judge(found.folder / "case.json")
+        if judged.is_lost:
+            return None, f"There is no block map: {judged.problem}."
         result = replay(case, record=True)
     except InputError as error:
         return None, f"The block map needs a replay, which is not possible here: {error}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,10 +18,12 @@ from kvproof.fuzz.campaigns.records import (
     FindingRecord,
     PassedOver,
     Progress,
+    Stale,
     Target,
 )
 from kvproof.fuzz.campaigns.store import Store, read_record
 from kvproof.fuzz.campaigns.targets import KERNELS
+from kvproof.fuzz.report.series import Point, series_of
 from kvproof.fuzz.verdicts import Judgement, judge, reachable_goals
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.goals import Goal
@@ -31,10 +33,6 @@ from kvproof.invariants.verdict import Verdict, counted, merge
 from kvproof.stateful_tests.subjects import is_kvproofs_own, subject_factory
 from kvproof.stateful_tests.totals import Totals
 
-POINTS_MAX = 60
-"""Points of a series over time …"""
-POINT_SECONDS_MIN = 2.0
-"""… each of so many seconds at least: journals are not written more often."""
 PROBLEMS_MAX = 20
 """Of a subject: what is wrong with a checker is told often enough."""
 
@@ -51,7 +49,7 @@ class _Folder(Struct, frozen=True):
     mended: list[str]
     """Ids of findings of before that did not fail any more."""
     untriaged: int
-    stale: tuple[str, ...]
+    stale: Stale
     conditions: list[Conditions]
     code: CodeCoverage | None
 
@@ -64,14 +62,24 @@ class TargetSummary(Struct):
 
     target: Target
     totals: Totals = field(default_factory=Totals)
+    present: Totals = field(default_factory=Totals)
+    """Of these, what was done with the present version of the user's code: that is judged."""
     cpu_seconds: float = 0.0
     transitions: Counter[str] = field(default_factory=Counter)
     kept: int = 0
     """Runs that showed something new to their shard."""
     done_twice: int = 0
 
-    def add(self, line: Progress) -> None:
+    @property
+    def outdated(self) -> int:
+        """Operations with another version."""
+        return self.totals.ops - self.present.ops
+
+    def add(self, line: Progress, versions: Collection[str]) -> None:
+        """``versions``: of the code, as the shards were started last; if empty, any is right."""
         self.totals = self.totals.merged(line.totals)
+        if not versions or line.version in versions:
+            self.present = self.present.merged(line.totals)
         self.cpu_seconds += line.cpu_seconds
         self.transitions.update(line.transitions)
         self.kept += line.novel
@@ -107,18 +115,6 @@ class MergedFinding(Struct, frozen=True):
     """Failing runs that showed it."""
     first_seen: float
     """Seconds that its shard had been running."""
-
-
-class Point(Struct, frozen=True):
-    """The campaign as it stood when its shards had been running for so long."""
-
-    at: float
-    ops_per_second: float
-    """Of all shards together, since the point before."""
-    transitions: int
-    """Distinct ones seen so far."""
-    kept: int
-    """Runs kept in the corpus so far."""
 
 
 class Summary(Struct, frozen=True):
@@ -161,6 +157,9 @@ class Summary(Struct, frozen=True):
     def _sentence(self) -> str:
         new, known = len(self.new_findings), len(self.findings) - len(self.new_findings)
         done = f"{self.total.ops:,} operations in {self.total.runs:,} runs"
+        outdated = sum([target.outdated for target in self.targets])
+        if outdated:
+            done += f" ({outdated:,} operations with another version of the code)"
         if known:
             done += f", beside {counted(known, 'known issue')}"
         if new:
@@ -193,14 +192,17 @@ def summarise(folders: Sequence[Path], trusted: Collection[str] | None = None) -
     all that a campaign names.
     """
     read = [_read(path) for path in _distinct(folders)]
-    targets = _targets(read)
+    versions = _versions(read)
+    targets = _targets(read, versions)
     findings = _merged(read)
     untriaged = sum([folder.untriaged for folder in read])
-    stale = sum([len(folder.stale) for folder in read])
+    stale = sum([len(folder.stale.entries) for folder in read])
     failed = untriaged + stale > 0 or any(f.record.known is None for f in findings)
     lost = {(folder.path, id): runs for folder in read for id, runs in _lost(folder).items()}
-    subjects = tuple(_subjects(targets, findings, trusted))
+    unjudged = [f"{folder.path}: {told}" for folder in read for told in folder.stale.unjudged]
+    subjects = tuple(_subjects(targets, findings, trusted, versions))
     verdicts: list[Verdict] = [subject.verdict for subject in subjects]
+    doubts: list[Verdict] = ["unknown"] if lost or unjudged else []
     total = Totals()
     for target in targets:
         total = total.merged(target.totals)
@@ -213,15 +215,18 @@ def summarise(folders: Sequence[Path], trusted: Collection[str] | None = None) -
         cpu_seconds=sum([target.cpu_seconds for target in targets]),
         findings=findings,
         untriaged=untriaged,
-        series=tuple(_series([lines for folder in read for lines in folder.journals.values()])),
-        conditions=tuple(dict.fromkeys(c for folder in read for c in folder.conditions)),
+        series=tuple(series_of([lines for folder in read for lines in folder.journals.values()])),
+        conditions=tuple(
+            dict.fromkeys(replace(c, versions=()) for folder in read for c in folder.conditions)
+        ),
         code={folder.path: folder.code for folder in read if folder.code is not None},
-        verdict=merge(*verdicts, "unknown" if lost else "pass", "fail" if failed else "pass"),
+        verdict=merge(*verdicts, *doubts, "fail" if failed else "pass"),
         reasons=(
             *(f"{path}: {_told(id, runs)}" for (path, id), runs in lost.items()),
+            *unjudged,
             *(f"{s.subject}: {reason}" for s in subjects for reason in s.reasons),
         ),
-        notes=tuple(_notes(read, untriaged)),
+        notes=(*_notes(read, untriaged), *_outdated(targets), *(unjudged if failed else ())),
         stale=stale,
         lost=sum(lost.values()),
     )
@@ -274,7 +279,17 @@ def _lines(path: Path, kind: type[_Line]) -> list[_Line]:
 # -- targets and subjects ------------------------------------------------------------------------
 
 
-def _targets(read: Iterable[_Folder]) -> list[TargetSummary]:
+def _versions(read: Iterable[_Folder]) -> Mapping[str, set[str]]:
+    """Of the user's code, by subject, as each shard was started last; one, if all is well."""
+    versions = defaultdict[str, set[str]](set)
+    for folder in read:
+        for conditions in folder.conditions:
+            for subject, version in conditions.versions:
+                versions[subject].add(version)
+    return versions
+
+
+def _targets(read: Iterable[_Folder], versions: Mapping[str, set[str]]) -> list[TargetSummary]:
     targets: dict[tuple[str, str], TargetSummary] = {}
     for folder in read:
         named = {target.name: target for target in folder.campaign.targets}
@@ -287,7 +302,8 @@ def _targets(read: Iterable[_Folder]) -> list[TargetSummary]:
                         f"{folder.path}: shard {shard} worked on {line.target!r}, which is no "
                         "target of its campaign.json"
                     )
-                targets[line.target, named[line.target].subject].add(line)
+                subject = named[line.target].subject
+                targets[line.target, subject].add(line, versions.get(subject, ()))
     return list(targets.values())
 
 
@@ -295,6 +311,7 @@ def _subjects(
     targets: Sequence[TargetSummary],
     findings: Sequence[MergedFinding],
     trusted: Collection[str] | None,
+    versions: Mapping[str, set[str]],
 ) -> Iterator[SubjectSummary]:
     """Targets with one subject are judged together: what one leaves out, another may reach."""
     failed = {f.record.subject for f in findings if f.record.known is None}
@@ -302,12 +319,14 @@ def _subjects(
         own = [summary for summary in targets if summary.target.subject == name]
         total = Totals()
         for summary in own:
-            total = total.merged(summary.totals)
+            total = total.merged(summary.present)
         subject, why = _subject(name, trusted)
         if subject is not None and all(summary.target.tiers_share == 0 for summary in own):
             _without_tiers(subject)
         goals = reachable_goals(subject) if subject is not None else ()
-        idle = [summary.target.name for summary in own if not summary.totals.runs]
+        idle = [summary.target.name for summary in own if not summary.present.runs]
+        if len(versions.get(name, ())) > 1:
+            total.problems.append("its code is not the same on all shards that were run")
         judgement = _judged(subject, total, name in failed, why, idle)
         yield SubjectSummary(
             name, total.runs, judgement.verdict, judgement.reasons, goals, total.goals
@@ -402,54 +421,14 @@ def _one(same: Sequence[MergedFinding], failures: int) -> MergedFinding:
     return replace(shortest, failures=max(failures, len(same)), first_seen=first_seen)
 
 
-# -- over time -----------------------------------------------------------------------------------
-
-
-def _series(journals: Sequence[Sequence[Progress]]) -> Iterator[Point]:
-    """Shards are added as if they had been started together."""
-    end = max([line.at for lines in journals for line in lines], default=0.0)
-    if not end:
-        return
-    count = max(1, min(POINTS_MAX, int(end / POINT_SECONDS_MIN)))
-    width = end / count
-    ops = [0.0] * count
-    kept = [0] * count
-    first_seen: dict[tuple[str, str], int] = {}
-    for start, line in _with_starts(journals):
-        index = _bin(line.at, width, count)
-        kept[index] += line.novel
-        for transition in line.transitions:
-            key = (line.target, transition)
-            first_seen[key] = min(index, first_seen.get(key, index))
-        _spread(line.totals.ops, start, line.at, width, ops)
-    new = Counter(first_seen.values())
-    seen = kept_so_far = 0
-    for index in range(count):
-        seen += new[index]
-        kept_so_far += kept[index]
-        yield Point((index + 1) * width, ops[index] / width, seen, kept_so_far)
-
-
-def _bin(at: float, width: float, count: int) -> int:
-    return min(int(at / width), count - 1)
-
-
-def _with_starts(journals: Sequence[Sequence[Progress]]) -> Iterator[tuple[float, Progress]]:
-    """Each line with the time from which it counts; lines of several targets may end together."""
-    for lines in journals:
-        start = end = 0.0
-        for line in lines:
-            if line.at > end:
-                start, end = end, line.at
-            yield start, line
-
-
-def _spread(ops: int, start: float, end: float, width: float, bins: list[float]) -> None:
-    """Share the operations among the points whose time they took."""
-    first, last = _bin(start, width, len(bins)), _bin(end, width, len(bins))
-    for index in range(first, last + 1):
-        covered = min(end, (index + 1) * width) - max(start, index * width)
-        bins[index] += ops * covered / (end - start) if end > start else ops
+def _outdated(targets: Iterable[TargetSummary]) -> Iterator[str]:
+    """What tells nothing about the code as it is now."""
+    for summary in targets:
+        if summary.outdated:
+            yield (
+                f"{summary.target.name}: {counted(summary.outdated, 'operation')} of before, with "
+                "another version of its code, are no part of the verdict"
+            )
 
 
 # -- notes ---------------------------------------------------------------------------------------
@@ -474,7 +453,7 @@ def _notes(read: Sequence[_Folder], untriaged: int) -> Iterator[str]:
                     f"and in {folder.path}: the same runs, counted twice"
                 )
             shards[shard] = folder.path
-        yield from [f"{folder.path}: {entry}" for entry in folder.stale]
+        yield from [f"{folder.path}: {entry}" for entry in folder.stale.entries]
         if folder.mended:
             yield (
                 f"{folder.path}: {counted(len(folder.mended), 'finding')} of before did not fail "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 from rich.console import Group
@@ -21,9 +21,13 @@ _TIMES = frozenset({"queue_time", "prefill_time", "decode_time", "ttft", "tpot",
 _GIB = 1 << 30
 
 
-def result_tables(result: TraceResult) -> Group:
-    """The scheduler's figures, and below them those of the requests."""
-    return Group(scheduler_table(result), request_table(result))
+def result_tables(name: str, result: TraceResult) -> Group:
+    """Three tables: figures of the scheduler, of the requests, and the others of a comparison."""
+    rows = [(label, figure) for label, figure in _rows([result]) if label not in _TOLD_ABOVE]
+    labels = [label for label, _ in rows]
+    rest = _comparison(labels, {name: [figure(result) for _, figure in rows]})
+    rest.caption = _goodput(result)
+    return Group(scheduler_table(result), request_table(result), rest)
 
 
 def scheduler_table(result: TraceResult) -> Table:
@@ -64,18 +68,27 @@ def comparison_tables(results: Mapping[str, TraceResult], width: int) -> Group:
 
     Several tables, one below the other, where the columns do not fit ``width`` characters.
     """
-    slo = next(iter(results.values())).goodput.slo
-    tiered = any(result.tiers.tiered for result in results.values())
-    rows = (*_ROWS, *(_TIER_ROWS if tiered else ()))
+    rows = _rows(results.values())
     columns = {name: [figure(result) for _, figure in rows] for name, result in results.items()}
     labels = [label for label, _ in rows]
     tables = [_comparison(labels, part) for part in _that_fit(columns, labels, width)]
     tables[0].title = "Policies compared"
-    tables[-1].caption = (
-        f"Times are virtual. Good: ttft ≤ {slo.ttft:g} s, and tpot ≤ {slo.tpot:g} s if "
-        "there is more than one output token."
-    )
+    tables[-1].caption = _goodput(next(iter(results.values())))
     return Group(*tables)
+
+
+def _rows(results: Iterable[TraceResult]) -> tuple[Row, ...]:
+    """Those of tiers only where there are any."""
+    tiered = any(result.tiers.tiered for result in results)
+    return (*_ROWS, *(_TIER_ROWS if tiered else ()))
+
+
+def _goodput(result: TraceResult) -> str:
+    slo = result.goodput.slo
+    return (
+        f"Good: ttft ≤ {slo.ttft:g} s, and tpot ≤ {slo.tpot:g} s if there is more than one output "
+        "token."
+    )
 
 
 def _comparison(labels: Sequence[str], columns: Mapping[str, Sequence[str]]) -> Table:
@@ -106,6 +119,7 @@ def _that_fit(
 
 
 Figure = Callable[[TraceResult], str]
+Row = tuple[str, Figure]
 
 
 def _percentile(name: str, which: str) -> Figure:
@@ -133,7 +147,7 @@ def _hit_rate(hits: PrefixCacheHits) -> str:
     return f"{hits.tokens / hits.queries_tokens:.1%}" if hits.queries_tokens else "–"
 
 
-_ROWS: tuple[tuple[str, Figure], ...] = (
+_ROWS: tuple[Row, ...] = (
     ("finished", lambda r: f"{r.finished:,} of {r.requests:,}"),
     *(
         (f"{name} {which}, s", _percentile(name, which))
@@ -157,6 +171,15 @@ _ROWS: tuple[tuple[str, Figure], ...] = (
     ("slots held and never used, mean", lambda r: f"{r.kv_use.fragmentation_slots.mean:,.0f}"),
 )
 """What is compared, and what stands in a cell."""
+_TOLD_ABOVE = frozenset(
+    (
+        *("finished", "virtual time, s", "batch size, mean / most", "preemptions"),
+        *("copied back from the host, blocks", "evictions, blocks"),
+        "prefix hits, of prompt tokens",
+        *(label for label, _ in _ROWS if label.partition(" ")[0] in _TIMES),
+    )
+)
+"""Of these, what the figures of a replay alone have as well."""
 
 
 def _tokens(gauge: Gauge) -> str:
@@ -192,7 +215,7 @@ def _took(took: Took) -> str:
     return f"{_seconds(found.p50)} / {_seconds(found.p90)}" if found else "–"
 
 
-_TIER_ROWS: tuple[tuple[str, Figure], ...] = (
+_TIER_ROWS: tuple[Row, ...] = (
     (
         "capacity gained, tokens, mean / most",
         lambda r: _tokens(r.tiers.effective_capacity_gained_tokens),
