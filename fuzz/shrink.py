@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 from msgspec import Struct, inspect
@@ -158,6 +159,7 @@ class _Search:
             self._lower_arguments,
         ]
         costly: list[Callable[[], None]] = [
+            self._merge_arrivals,
             self._delete_pairs,
             self._delete_with_more_room,
             self._substitute,
@@ -402,6 +404,22 @@ class _Search:
                 room[name] = getattr(world, name) + 4
         return room
 
+    def _merge_arrivals(self) -> None:
+        """Several requests become one that computes and asks for as much, in a larger world.
+
+        All that arrive, or any two.
+        """
+        helped = len(self.case.operations) <= _PAIRS_UP_TO
+        while helped:
+            operations = self.case.operations
+            arrivals = [i for i, op in enumerate(operations) if isinstance(op, Arrive)]
+            groups = [group for group in (arrivals, *combinations(arrivals, 2)) if len(group) > 1]
+            helped = any(
+                self._try_in(merged, **self._more_room())
+                for group in groups
+                for merged in _merged(operations, group)
+            )
+
     def _delete_pairs(self) -> None:
         if len(self.case.operations) > _PAIRS_UP_TO:
             return
@@ -640,6 +658,38 @@ def _lengthened(operation: AnyOperation, by: Grow | Reserve) -> Iterator[AnyOper
         # What grows is not what a longer prompt would have had there.
         other = Segment(max(segment.source for segment in operation.prompt) + 1, by.tokens)
         yield replace(operation, prompt=(*operation.prompt, other))
+
+
+def _merged(
+    operations: Sequence[AnyOperation], arrivals: Sequence[int]
+) -> Iterator[list[AnyOperation]]:
+    """The first of these arrivals does the part of the others: their output, perhaps their prompts;
+    or all by itself, with some output more, and nothing but iterations.
+
+    Iterations that stand side by side then are one operation.
+    """
+    arriving = [op for i in arrivals if isinstance(op := operations[i], Arrive)]
+    prompt = tuple([segment for arrive in arriving for segment in arrive.prompt])
+    more = replace(arriving[0], output=sum(arrive.output for arrive in arriving))
+    whole = replace(more, prompt=prompt)
+    yield _without(operations, arrivals, more)
+    yield _without(operations, arrivals, whole)
+    for output in range(2, 6):
+        for alone in (more, whole):
+            yield [replace(alone, output=output), Run(output)]
+
+
+def _without(
+    operations: Sequence[AnyOperation], arrivals: Sequence[int], whole: Arrive
+) -> list[AnyOperation]:
+    """``whole`` instead of the first of these, and nothing instead of the others."""
+    left: list[AnyOperation] = []
+    for index, operation in enumerate(operations):
+        if index not in arrivals[1:]:
+            kept = whole if index == arrivals[0] else operation
+            joined = _joined(left[-1], kept) if left else None
+            left[-1:] = [joined] if joined is not None else [*left[-1:], kept]
+    return left
 
 
 def _longer(operations: Sequence[AnyOperation]) -> Iterator[list[AnyOperation]]:

@@ -18,6 +18,7 @@ from kvproof.invariants.operations import (
     Abort,
     Admit,
     AnyOperation,
+    Arrive,
     Cancel,
     Complete,
     Corrupt,
@@ -35,6 +36,9 @@ from kvproof.invariants.operations import (
     Reset,
     Restart,
     Resume,
+    Retire,
+    Run,
+    Schedule,
     Segment,
     Slow,
     Withhold,
@@ -288,3 +292,31 @@ def test_only_what_is_needed_is_left_of_a_long_run(shrunk: Callable[..., Case]) 
     )
     case = shrunk(draw.operations, has(*chain), draw.configuration)
     assert case.operations == [Admit(PROMPT), Offload(), Complete(), Evict(), Promote(PROMPT)]
+
+
+def test_one_request_does_what_took_three(shrunk: Callable[..., Case]) -> None:
+    """As many tokens of output in as many iterations: whose they are does not matter."""
+
+    def fails(_world: Configuration, run: Sequence[AnyOperation]) -> bool:
+        outputs = sum(op.output for op in run if isinstance(op, Arrive))
+        iterations = sum(op.iterations for op in run if isinstance(op, Run))
+        return min(outputs, iterations) >= 6
+
+    arrivals = [Arrive((Segment(source, 3),), output=2) for source in range(3)]
+    case = shrunk([arrivals[0], Run(2), arrivals[1], arrivals[2], Run(4)], fails)
+    assert case.operations == [Arrive((Segment(0, 1),), output=6), Run(6)]
+
+
+def test_one_request_alone_does_it(shrunk: Callable[..., Case]) -> None:
+    """Others got in its way, and so it took longer: a plain row of iterations will do."""
+
+    def fails(_world: Configuration, run: Sequence[AnyOperation]) -> bool:
+        match run:
+            case [Arrive() as first, Run() as iterations]:
+                return 4 <= first.output <= iterations.iterations
+            case _:
+                return sum(isinstance(op, Arrive) for op in run) >= 2 and Schedule() in run
+
+    arrivals = [Arrive((Segment(source, 3),)) for source in range(2)]
+    case = shrunk([arrivals[0], Schedule(), Retire(), arrivals[1], Run(2)], fails)
+    assert case.operations == [Arrive((Segment(0, 1),), output=4), Run(4)]
