@@ -55,7 +55,19 @@ def work(tmp_path: Path) -> Path:
     codes = dict(zip("abcdef", (1, -24, None, 0, 0, 33), strict=True))
     names = {f"kvproof.engine.pool.x_{name}__mutmut_1": code for name, code in codes.items()}
     meta.write_text(json.dumps({"exit_code_by_key": names}))
+    (tmp_path / "commits").write_text("abc1234\ndef5678 with changes")
     return tmp_path
+
+
+def test_what_survived_is_run_again_if_asked(run: ModuleType, work: Path) -> None:
+    stats = work / "mutants" / "mutmut-stats.json"
+    stats.write_text("{}")
+    paths = ["engine/pool.py", "engine/keys.py"]
+    run.forget_survivors(work, paths)
+    now = list(run.statuses(work, "engine/pool.py").values())
+    assert now == ["killed", "ended by force", *["not run"] * 4]
+    assert not stats.exists()
+    assert run.statuses(work, "engine/keys.py") == {}
 
 
 def test_the_page_counts_and_explains(
@@ -79,6 +91,8 @@ def test_the_page_counts_and_explains(
     text = "\n".join(run.page(work, ["engine/pool.py", "engine/keys.py"]))
     assert "| engine/pool.py | 6 | 5 | 1 | 1 | 3 | 1 | 50 % |" in text
     assert "| engine/keys.py | 0 | 0 | 0 | 0 | 0 | 0 | – |" in text
+    assert "at commit abc1234, def5678 with changes." in text
+    assert "Open: 1 that survive and are not explained, 1 not run." in text
     assert "(blocks + 2)`: equivalent: longer" in text
     assert "`f`: `return 1` → `return 2`: **not explained**" in text
     assert "NO ROOM" not in text

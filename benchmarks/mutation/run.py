@@ -3,11 +3,12 @@
     pip install 'mutmut==3.8.1'
     python benchmarks/mutation/run.py --work /tmp/mutation --page docs/mutation.md
 
-It goes on where it was stopped: what the work folder has is not run again.  mutmut names a mutant
-by the path of its file, and the folders here are imported by another name than their paths say:
-so it works in a folder of links with the real layout.  What is to kill stands in ``kill/``.  A
-mutant is a change of one expression; one that survives is explained in ``explained.toml``, or is
-a wish for a better check.
+It goes on where it was stopped: what the work folder has is not run again, but for what survived
+if asked (``--again``: the tests have become better).  mutmut names a mutant by the path of its
+file, and the folders here are imported by another name than their paths say: so it works in a
+folder of links with the real layout.  What is to kill are the tests of what is mutated and those
+in ``kill/``.  A mutant is a change of one expression; one that survives is explained in
+``explained.toml``, or is a wish for a better check.
 """
 
 from __future__ import annotations
@@ -34,7 +35,18 @@ from kvproof.stateful_tests.totals import Totals
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-UNIT_TESTS = ROOT / "tests" / "test_mutants.py"
+UNIT_TESTS = (
+    "test_mutants.py",
+    "test_check_mutants.py",
+    "test_steps.py",
+    "test_eviction.py",
+    "test_engine.py",
+    "test_tiers.py",
+    "test_checks.py",
+    "test_tier_checks.py",
+    "test_scheduling_checks.py",
+)
+"""Of ``tests/``: those of what is mutated."""
 PACKAGES = ("engine", "invariants", "kernels", "stateful_tests", "fuzz")
 PATHS = (
     "engine/pool.py",
@@ -69,9 +81,13 @@ pytest_add_cli_args = ["-p", "no:cacheprovider"]
 pytest_add_cli_args_test_selection = {tests}
 
 [tool.pytest.ini_options]
-addopts = ["--import-mode=importlib"]
+addopts = ["--import-mode=importlib", "--deselect={once}"]
 pythonpath = ["."]
+disable_test_id_escaping_and_forfeit_all_rights_to_community_support = true
 """
+"""mutmut runs pytest twice in one process, and ids escaped twice are other ids."""
+ONCE = "test_eviction.py::test_a_policy_that_has_hung_once_is_not_waited_for_as_long_again"
+"""Passes once in a process: it is about what the process remembers."""
 
 
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -99,9 +115,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder to work in, kept")
     parser.add_argument("--page", type=Path, required=True, help="Markdown file to write")
     parser.add_argument("--seconds", type=float, help="stop then; the same command goes on")
+    parser.add_argument("--again", action="store_true", help="run what survived before once more")
     asked = parser.parse_args(arguments)
     work = asked.work.resolve()
     build(work, asked.paths)
+    if asked.again:
+        forget_survivors(work, asked.paths)
     mutate(work, asked.seconds)
     asked.page.write_text("\n".join(page(work, asked.paths)) + "\n", encoding="utf-8")
 
@@ -114,14 +133,32 @@ def build(work: Path, paths: Sequence[str]) -> None:
         if not (links / name).is_symlink():
             (links / name).symlink_to(ROOT / name)
     shutil.copytree(HERE / "kill", work / "kill", dirs_exist_ok=True)
-    shutil.copy(UNIT_TESTS, work / "kill")
-    tests = [f"kill/{UNIT_TESTS.name}", "kill/test_loop.py"]
+    for name in UNIT_TESTS:
+        shutil.copy(ROOT / "tests" / name, work / "kill")
+    tests = [f"kill/{name}" for name in (*UNIT_TESTS, "test_loop.py")]
     if any(path.startswith("invariants/") for path in paths):
         tests.append("kill/test_controls.py")
         find_controls(work / "kill" / "cases")
     files = [f"kvproof/{path}" for path in paths]
-    settings = SETTINGS.format(files=json.dumps(files), tests=json.dumps(tests))
+    settings = SETTINGS.format(
+        files=json.dumps(files), tests=json.dumps(tests), once=f"kill/{ONCE}"
+    )
     (work / "pyproject.toml").write_text(settings, encoding="utf-8")
+    commits = work / "commits"
+    known = commits.read_text().splitlines() if commits.exists() else []
+    commits.write_text("\n".join(dict.fromkeys([*known, commit()])))
+
+
+def commit() -> str:
+    """Of what is mutated."""
+    head = _git("rev-parse", "--short", "HEAD")
+    changed = _git("status", "--porcelain", "--", "engine", "invariants")
+    return f"{head} with changes" if changed else head
+
+
+def _git(*arguments: str) -> str:
+    told = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    return told.stdout.strip()
 
 
 def find_controls(folder: Path) -> None:
@@ -152,26 +189,47 @@ def _mutmut(work: Path, *arguments: str, **options: Any) -> subprocess.Completed
     return subprocess.run(command, cwd=work, env=environment, check=False, text=True, **options)
 
 
+def forget_survivors(work: Path, paths: Sequence[str]) -> None:
+    """They are as if they had not been run, and which tests meet what is found out anew."""
+    for path in paths:
+        results = _results(work, path)
+        codes = results.get("exit_code_by_key", {})
+        for name in survivor_names(work, path):
+            codes[name] = None
+        if codes:
+            _meta(work, path).write_text(json.dumps(results))
+    (work / "mutants" / "mutmut-stats.json").unlink(missing_ok=True)
+
+
+def _meta(work: Path, path: str) -> Path:
+    return work / "mutants" / "kvproof" / f"{path}.meta"
+
+
+def _results(work: Path, path: str) -> dict[str, Any]:
+    meta = _meta(work, path)
+    return dict(json.loads(meta.read_text())) if meta.exists() else {}
+
+
 def statuses(work: Path, path: str) -> dict[str, str]:
     """By mutant."""
-    meta = work / "mutants" / "kvproof" / f"{path}.meta"
-    if not meta.exists():
-        return {}
-    codes = json.loads(meta.read_text())["exit_code_by_key"]
+    codes = _results(work, path).get("exit_code_by_key", {})
     return {name: STATUS.get(code, "ended by force") for name, code in codes.items()}
+
+
+def survivor_names(work: Path, path: str) -> list[str]:
+    of_all = statuses(work, path).items()
+    return [name for name, status in of_all if status in ("survived", "no tests")]
 
 
 def survivors(work: Path, path: str) -> Iterator[Survivor]:
     """Those of one file, as changes of lines."""
-    for name, status in statuses(work, path).items():
-        if status in ("survived", "no tests"):
-            shown = _mutmut(work, "show", name, capture_output=True).stdout
-            lines = [line for line in shown.splitlines() if not line.startswith(("---", "+++"))]
-            before, after = (
-                " ".join(line[1:].strip() for line in lines if line.startswith(sign))
-                for sign in "-+"
-            )
-            yield Survivor(function_of(name), before, after)
+    for name in survivor_names(work, path):
+        shown = _mutmut(work, "show", name, capture_output=True).stdout
+        lines = [line for line in shown.splitlines() if not line.startswith(("---", "+++"))]
+        before, after = (
+            " ".join(line[1:].strip() for line in lines if line.startswith(sign)) for sign in "-+"
+        )
+        yield Survivor(function_of(name), before, after)
 
 
 def function_of(mutant: str) -> str:
@@ -187,16 +245,18 @@ def page(work: Path, paths: Sequence[str]) -> Iterator[str]:
     yield "# Mutation score"
     yield ""
     yield "Written by `python benchmarks/mutation/run.py --work FOLDER --page FILE.md"
-    yield f"{' '.join(paths)}`."
+    commits = (work / "commits").read_text().splitlines()
+    yield f"{' '.join(paths)}`, at commit {', '.join(commits)}."
     yield ""
     yield (
-        "A mutant is a copy of a file with one expression changed.  It is killed by the tests that "
-        "earlier survivors led to (`tests/test_mutants.py`), by the seeded loop from fixed seeds "
-        "(`benchmarks/mutation/kill/`), which must stay silent on what is right, and, for the "
-        "checks, by one small case for each seeded fault, which must still be seen at the same "
-        "operation and as the same property.  *Ended by force* (a time limit: it ran for ever) "
-        "counts as killed.  The score is of mutants that were run, without those that only change "
-        "the words of a message."
+        "A mutant is a copy of a file with one expression changed.  It is killed by the tests of "
+        "what is mutated, among them those that earlier survivors led to "
+        "(`tests/test_mutants.py`, `tests/test_check_mutants.py`), by the seeded loop from fixed "
+        "seeds (`benchmarks/mutation/kill/`), which must stay silent on what is right, and, for "
+        "the checks, by one small case for each seeded fault, which must still be seen at the "
+        "same operation and as the same property.  *Ended by force* (a time limit: it ran for "
+        "ever) counts as killed.  The score is of mutants that were run, without those that only "
+        "change the words of a message."
     )
     yield ""
     yield "| file | mutants | run | killed | ended by force | survived | of these wording | score |"
@@ -206,6 +266,13 @@ def page(work: Path, paths: Sequence[str]) -> Iterator[str]:
         yield _row(path, counts[path], told[path])
     total = sum(counts.values(), Counter[str]())
     yield _row("all", total, [one for path in paths for one in told[path]])
+    yield ""
+    open_ones = sum(
+        not one.is_wording and _why(one, explained.get(path, [])) is None
+        for path in paths
+        for one in told[path]
+    )
+    yield f"Open: {open_ones} that survive and are not explained, {total['not run']} not run."
     yield ""
     for path in paths:
         yield from _of_file(path, told[path], explained.get(path, []))
@@ -228,9 +295,13 @@ def _of_file(
     yield f"## {path}"
     yield ""
     for one in telling:
-        why = next((e["why"] for e in explained if _explains(e, one)), "**not explained**")
+        why = _why(one, explained) or "**not explained**"
         yield f"- `{one.function}`: `{one.before}` → `{one.after}`: {why}"
     yield ""
+
+
+def _why(survivor: Survivor, explained: Sequence[dict[str, str]]) -> str | None:
+    return next((entry["why"] for entry in explained if _explains(entry, survivor)), None)
 
 
 def _explains(entry: dict[str, str], survivor: Survivor) -> bool:

@@ -3,7 +3,7 @@
 Verifies: that no key stands for two different (salt, adapter, media, tokens) prefixes and no
 prefix has two keys, among all that a run publishes (the books remember the last 100,000 prefixes
 beyond the findable ones); that a hit is served only content equal to the asking request's own
-prefix.
+prefix, and where groups share a pool, of the group that asks.
 
 Does not verify: strength of the digest against an adversary; equality of keys across processes
 and machines (the replay digest covers it, since keys are part of it).

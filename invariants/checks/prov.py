@@ -4,7 +4,7 @@ Verifies: when a step retires (or, where steps run in stream order, at its launc
 it reads, for each request and group, carries the tag of that request's own history (salt, adapter,
 media and all tokens up to the position): not poison, not another prefix; that what was swapped out
 comes back; that steps read through the tables that the requests were given; in an audit, the same
-for all computed positions of all running requests.
+for all computed positions of all running requests.  Of a group with a window, positions in it.
 
 Does not verify: numerical values (a kernel's business); order of writes within one step, which
 is taken to write before it reads, as attention does layer by layer.

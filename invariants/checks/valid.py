@@ -10,7 +10,8 @@ written, and finds nothing that was not; that nothing that was computed before a
 after it, on any tier; in an audit, that the subject's indices hold exactly the entries that the
 events left, each with its content.
 
-Does not verify: that keys tell contents apart (KEY); which block is evicted (ORDER).
+Does not verify: that a block of a group with a window becomes findable, since it may be behind
+the window before; that keys tell contents apart (KEY); which block is evicted (ORDER).
 """
 
 from __future__ import annotations

@@ -1,0 +1,396 @@
+"""What mutants of checks survived before: each test here kills some (see docs/mutation.md).
+
+A check alone is told truly of all operations but the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from kvproof.engine.engine import Engine
+from kvproof.invariants.checker import Checker
+from kvproof.invariants.checks import CHECKS
+from kvproof.invariants.checks.order import Order
+from kvproof.invariants.checks.xfer import Xfer
+from kvproof.invariants.events import (
+    BlockCopied,
+    BlocksEvicted,
+    BlocksReleased,
+    Event,
+    SlotsEvicted,
+    StepLaunched,
+    TransferEnded,
+    TransferStarted,
+)
+from kvproof.invariants.operations import (
+    Admit,
+    AnyOperation,
+    Complete,
+    Corrupt,
+    Evict,
+    Finish,
+    Fork,
+    Grow,
+    Launch,
+    Offload,
+    Preempt,
+    Promote,
+    Resume,
+    Retire,
+    Segment,
+    Tier,
+    Withhold,
+)
+from kvproof.invariants.subject import Configuration, Semantics
+from kvproof.invariants.verdict import Violation
+from kvproof.stateful_tests.subjects.engine import EngineSubject
+
+Events = list[Event]
+
+
+class SilentXfer(Xfer):
+    """Moves the bytes of transfers, which PROV reads, and says nothing."""
+
+    def fail(self, message: str, **where: Any) -> None:
+        pass
+
+
+class Witness:
+    """The engine, as a checker is told of it; ``lies`` is what becomes of the view's answers."""
+
+    def __init__(self, groups: int, **configuration: Any) -> None:
+        sizes = {"blocks": 8, "requests": 4, "host_blocks": 3, "disk_blocks": 3, "offload": "both"}
+        self.configuration = Configuration(**(sizes | configuration))
+        self.subject = EngineSubject(self.configuration, engine=partial(Engine, groups=groups))
+        self.semantics = self.subject.semantics
+        self.lies: dict[str, Callable[[Any], Any]] = {}
+        self._view: Any = self.subject.view()
+
+    def view(self) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(self._answer, name)
+
+    def _answer(self, name: str, *arguments: Any) -> Any:
+        """The lies are about the last group."""
+        answer = getattr(self._view, name)(*arguments)
+        lied = name in self.lies and arguments[-1] == self.semantics.groups - 1
+        return self.lies[name](answer) if lied else answer
+
+
+Lie = Callable[[Events], Sequence[Event]]
+
+
+def told(
+    run: Sequence[AnyOperation],
+    check: str,
+    lie: Lie = lambda events: events,
+    *,
+    groups: int = 1,
+    view: dict[str, Callable[[Any], Any]] | None = None,
+    interval: int = 1,
+    settle: bool = False,
+    **configuration: Any,
+) -> tuple[list[Violation], int]:
+    """What a check says of the run, of whose last operation it is told untruly, and how often it
+    looked at events of that operation.  It audits every ``interval`` operations, never if 0, and
+    then compares what was touched only if told to."""
+    witness = Witness(groups, **configuration)
+    kinds = [kind for kind in CHECKS if kind.id() == check]
+    if check == "PROV":
+        kinds = [SilentXfer, *kinds]
+    checker = Checker(witness, checks=kinds, interval=interval)  # type: ignore[arg-type]
+    for operation in run[:-1]:
+        outcome = witness.subject.apply(operation)
+        checker.observe(operation, outcome, list(witness.subject.drain_events()))
+    assert checker.violations == []
+    before = checker.checks[-1].checked
+    outcome = witness.subject.apply(run[-1])
+    assert outcome.status == "done"
+    witness.lies = view or {}
+    checker.observe(run[-1], outcome, lie(list(witness.subject.drain_events())))
+    if settle:
+        assert checker.violations == []
+        checker.checks[-1].settle()
+    return list(checker.violations), checker.checks[-1].checked - before
+
+
+def add(event: Event) -> Lie:
+    return lambda events: [*events, event]
+
+
+def instead(event: Event) -> Lie:
+    return lambda events: [event]
+
+
+def add_one(count: int) -> int:
+    return count + 1
+
+
+def change(kind: type[Event], **fields: Any) -> Lie:
+    """The last event of that kind says something else; a callable is put to what it said."""
+
+    def changed(events: Events) -> Events:
+        index = max(i for i, event in enumerate(events) if isinstance(event, kind))
+        true = events[index]
+        new = {n: v(getattr(true, n)) if callable(v) else v for n, v in fields.items()}
+        return [*events[:index], replace(true, **new), *events[index + 1 :]]
+
+    return changed
+
+
+def instead_of_empty(events: Events) -> Events:
+    """The last allocation evicts what is cached, though blocks are empty."""
+    return [*events[:-2], BlocksEvicted(1, [2], [b""], "pressure"), *events[-2:]]
+
+
+def tables(*tables: Sequence[int], end: int | None = None) -> Lie:
+    """The first item of a launched step reads through other tables."""
+
+    def changed(items: Any) -> Any:
+        return [replace(items[0], tables=tables, end=end or items[0].end), *items[1:]]
+
+    return change(StepLaunched, items=changed)
+
+
+def prompt(tokens: int, source: int = 0) -> Admit:
+    return Admit((Segment(source, tokens),))
+
+
+STEP = (Launch(), Retire())
+CACHED = (prompt(8), *STEP, Finish(0))
+IN_FLIGHT = (prompt(1), Launch(), Finish(0))
+STORING = (prompt(8), *STEP, Offload())
+STORED = (*STORING, Complete())
+SAVED = (*STORED, Offload("disk"), Complete())
+OTHERS_STORED = (prompt(4, 1), *STEP, Finish(0), Offload(), Complete())
+PROMOTE = Promote(prompt(9).prompt)
+FETCH = Promote(prompt(9).prompt, to="host")
+DAMAGED = (*SAVED, Finish(0), Evict(9), Evict(9, "host"), FETCH, Corrupt(), Complete())
+REUSING = (*CACHED, prompt(9), Launch())  # request 1 has blocks 1, 2 and 3
+
+
+@pytest.mark.parametrize(
+    ("check", "run", "lie", "view"),
+    [
+        ("REF", [prompt(1), Finish(0)], add(BlocksReleased(1, 0, [1])), {}),
+        ("REF", [prompt(1)], None, {"ref_counts": lambda counts: [c + 1 for c in counts]}),
+        ("CONS", [prompt(1)], None, {"free_blocks": lambda free: [1, *free[1:]]}),
+        ("REF", [prompt(1)], None, {"ref_counts": lambda counts: [*counts[:-1], 1]}),
+        ("CONS", [prompt(1)], None, {"free_blocks": lambda free: [0, *free[1:]]}),
+        ("CONS", [prompt(1)], None, {"free_blocks": lambda free: free[1:]}),
+        ("CONS", [prompt(1)], None, {"free_blocks": lambda free: [*free[:-1], free[-2]]}),
+        ("CONS", STORING, None, {"free_tier_count": add_one}),
+        ("CONS", [prompt(1)], None, {"free_count": add_one}),
+        ("PIN", STORING, add(SlotsEvicted("host", 1, [0], [b""], "request")), {}),
+        ("PIN", STORING, None, {"tier_pins": lambda pins: [p + 1 for p in pins]}),
+        ("PIN", [prompt(4), *STEP], add(BlocksEvicted(1, [1], [b""], "request")), {}),
+        ("PIN", IN_FLIGHT, instead(BlocksReleased(1, 0, [1])), {}),
+        ("PIN", IN_FLIGHT, instead(BlocksReleased(1, 0, [1], 0)), {}),
+        ("PIN", [*IN_FLIGHT, Retire()], lambda events: events[:-1], {}),
+        ("ORDER", [*CACHED, Evict(1)], change(BlocksEvicted, blocks=[1]), {}),
+        ("ORDER", [*CACHED, prompt(1, 1)], instead_of_empty, {}),
+        ("PROV", [prompt(1), Launch()], tables([1], [6]), {}),
+        ("PROV", [prompt(6), *STEP, Fork(0), Grow(1)], change(BlockCopied, tokens=1), {}),
+    ],
+)
+def test_a_violation_says_in_which_group(
+    check: str, run: Sequence[AnyOperation], lie: Lie | None, view: dict[str, Any]
+) -> None:
+    lies = [lie] if lie else []
+    violations, _ = told(run, check, *lies, view=view, groups=2)
+    assert {(violation.property, violation.group) for violation in violations} == {(check, 1)}
+
+
+COUNTS = {"ref_counts": lambda counts: [c + 1 for c in counts]}
+SLOTS = {"free_tier_count": add_one}
+
+
+@pytest.mark.parametrize(
+    ("check", "run", "view", "settle", "says"),
+    [
+        ("REF", [*STORING, Complete(1)], COUNTS, False, "count of 2, but 1 holder has it"),
+        ("REF", [prompt(1)], COUNTS, True, "count of 2, but 1 holder has it"),
+        ("CONS", [*STORING, Complete(1)], SLOTS, False, "4 host blocks are reported free and 0"),
+        ("CONS", [Withhold("host", 2)], SLOTS, False, "2 host blocks are reported free, 2 are"),
+    ],
+)
+def test_what_is_wrong_is_seen_before_an_audit(
+    check: str, run: Sequence[AnyOperation], view: dict[str, Any], settle: bool, says: str
+) -> None:
+    violations, _ = told(run, check, view=view, settle=settle, groups=2, interval=0)
+    assert {violation.group for violation in violations} == {1}
+    assert says in violations[0].message
+    assert violations[0].block == (1 if check == "REF" else None)
+
+
+def test_blocks_of_an_unknown_request_are_no_matter_of_ref() -> None:
+    assert told([prompt(1)], "REF", add(BlocksReleased(0, 9, [1])), interval=0) == ([], 1)
+
+
+@pytest.mark.parametrize("step", [None, 0])
+def test_giving_back_nothing_while_a_step_runs_names_no_block(step: int | None) -> None:
+    (violation,), _ = told(IN_FLIGHT, "PIN", instead(BlocksReleased(0, 0, [], step)))
+    assert (violation.block, violation.request) == (None, 0)
+
+
+def test_what_is_free_twice_is_named() -> None:
+    twice: list[int] = []
+
+    def last_again(free: list[int]) -> list[int]:
+        twice[:] = free[-2:-1]
+        return [*free[:-1], free[-2]]
+
+    violations, _ = told([prompt(1)], "CONS", view={"free_blocks": last_again})
+    assert [violations[0].block] == twice
+    assert "is free twice" in violations[0].message
+
+
+def test_what_is_given_back_beyond_the_table_is_named() -> None:
+    run = [prompt(8), Finish(0)]
+    violations, _ = told(run, "REF", change(BlocksReleased, blocks=[2, 2, 1]))
+    assert violations[0].block == 2
+
+
+@pytest.mark.parametrize(
+    ("table", "end", "row", "named", "given"),
+    [
+        ([1, 6, 3], 9, 1, 6, "block 2"),
+        ([1], 9, 1, None, "block 2"),
+        ([1, 2, 3, 7], 13, 3, 7, "no block"),
+    ],
+)
+def test_a_step_that_reads_through_a_wrong_table_is_told_by_row(
+    table: list[int], end: int, row: int, named: int | None, given: str
+) -> None:
+    (violation,), _ = told(REUSING, "PROV", tables(table, end=end), groups=1)
+    assert violation.message == (
+        f"a step reads row {row} of request 1 through a table that names "
+        f"{'no block' if named is None else f'block {named}'}, but the request was given {given}"
+    )
+    assert (violation.block, violation.request) == (named, 1)
+
+
+@pytest.mark.parametrize("end", [8, 7, 5])
+def test_each_row_that_a_step_reads_is_compared_when_it_is_launched(end: int) -> None:
+    """The third row is new after each of these, and an audit would come too late."""
+    run = [prompt(end), *STEP, Grow(0, 9 - end), Launch()]
+    assert told(run, "PROV", tables((1, 2, 3)), interval=0) == ([], 0)
+    (violation,), _ = told(run, "PROV", tables([1, 2, 6]), interval=0)
+    assert (violation.block, violation.op) == (6, len(run) - 1)
+
+
+def test_what_comes_back_is_read_from_its_first_token_on() -> None:
+    run = [prompt(6), *STEP, Preempt(0, swap=True), Resume(0)]
+    crossed = change(TransferStarted, targets=lambda blocks: blocks[::-1])
+    assert told(run, "PROV", interval=0)[0] == []
+    (violation,), _ = told(run, "PROV", crossed, interval=0)
+    assert "reads position 0 from block" in violation.message
+
+
+def test_bytes_of_what_is_held_or_unknown_are_no_matter_of_prov() -> None:
+    held = BlocksEvicted(0, [1], [b""], "request")
+    assert told([prompt(4), *STEP], "PROV", add(held))[0] == []
+    assert told([prompt(4)], "PROV", add(TransferEnded(7, "completed")))[0] == []
+
+
+@pytest.mark.parametrize(
+    ("semantics", "promised"),
+    [
+        (Semantics(), True),
+        (Semantics(eviction_order="any"), True),
+        (Semantics(release_order="any"), True),
+        (Semantics(eviction_order="any", release_order="any"), False),
+        (Semantics(eviction_order="any", release_order="any", tiers=True), True),
+        (Semantics(eviction_order="any", release_order="any", tiers=True, host_order="any"), True),
+        (
+            Semantics(
+                eviction_order="any",
+                release_order="any",
+                tiers=True,
+                host_order="any",
+                disk_order="any",
+            ),
+            False,
+        ),
+    ],
+)
+def test_order_is_promised_where_any_order_is(semantics: Semantics, promised: bool) -> None:
+    assert Order.promised(semantics) is promised
+
+
+@pytest.mark.parametrize(
+    ("check", "run", "looks"),
+    [
+        ("REF", [*CACHED, prompt(1, 1), Finish(0)], 1),
+        ("PROV", [*CACHED, prompt(1, 1), *STEP], 1),
+        ("PIN", [*CACHED, prompt(1, 1), Finish(0), Evict(2)], 1),
+        ("PIN", [*CACHED, prompt(1, 1), Finish(0)], 1),
+        ("PIN", [*CACHED, prompt(1, 1), Launch(), Finish(0)], 1),
+        ("PIN", [*CACHED, prompt(1, 1), *STEP], 1),
+        ("PIN", [*STORED, Finish(0), Evict(1), Evict(2, "host")], 1),
+        ("ORDER", [*CACHED, Evict(2)], 1),
+        ("ORDER", [*CACHED, prompt(1, 1), Finish(0)], 1),
+        ("ORDER", [*STORED, Finish(0), Evict(1), Evict(2, "host")], 1),
+        ("ORDER", [*CACHED, Evict(1), prompt(32, 1)], 2),
+        ("ORDER", [*CACHED, Evict(1), prompt(26, 1), *STEP, Fork(0), Grow(0)], 2),
+        ("ORDER", [*STORED, Finish(0), prompt(8, 1), *STEP, Offload()], 2),
+        ("ORDER", [*DAMAGED], 0),
+    ],
+)
+def test_looks_are_counted(check: str, run: Sequence[AnyOperation], looks: int) -> None:
+    assert told(run, check) == ([], looks)
+
+
+def test_a_copy_on_write_that_leaves_something_out_is_seen_when_it_is_made() -> None:
+    run = [prompt(6), *STEP, Fork(0), Grow(1)]
+    assert told(run, "PROV", interval=1000)[0] == []
+    (violation,), _ = told(run, "PROV", change(BlockCopied, tokens=1), interval=1000)
+    assert "position 5 from block 3, offset 1" in violation.message
+    assert (violation.op, violation.block, violation.request) == (len(run) - 1, 3, 1)
+
+
+def test_a_lost_slot_is_laid_to_the_latest_copy_of_its_tier() -> None:
+    run = [*STORED, Offload("disk"), prompt(4, 1), *STEP, Offload()]
+    violations, _ = told(run, "CONS", view={"free_tier_count": add_one})
+    assert {violation.tier: violation.transfer for violation in violations} == {
+        "disk": 1,
+        "host": 2,
+    }
+
+
+EXTENDING = (*STORED, Finish(0), Evict(1), *OTHERS_STORED, PROMOTE)
+FETCHING = (*SAVED, Finish(0), Evict(1, "host"), *OTHERS_STORED, Evict(9), FETCH)
+
+
+def test_a_copy_upwards_is_to_spare_its_own_prompt() -> None:
+    assert told(EXTENDING, "ORDER", blocks=2) == ([], 2)
+    assert told(FETCHING, "ORDER", host_blocks=2) == ([], 2)
+    own = change(SlotsEvicted, slots=lambda slots: [1 - slots[0]])
+    (violation,), _ = told(FETCHING, "ORDER", own, host_blocks=2)
+    assert "was evicted for a copy of other blocks of the same prompt" in violation.message
+    assert (violation.tier, violation.group) == ("host", 0)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_what_was_to_be_evicted_is_told_by_the_order_that_was_promised(tier: Tier) -> None:
+    run = [*STORED, Finish(0), Evict(1, tier)]
+    wrong: Lie = change(BlocksEvicted, blocks=[1])
+    if tier == "host":
+        wrong = change(SlotsEvicted, slots=[0])
+    for order in ("lru", "arc"):
+        (violation,), _ = told(run, "ORDER", wrong, **{f"{tier}_eviction": order})
+        assert (violation.tier, violation.op) == (tier, len(run) - 1)
+        assert ("ARC" in violation.message) is (order == "arc")
+
+
+def test_evicting_what_is_not_there_is_no_matter_of_order() -> None:
+    run = [*STORED, Finish(0), Evict(9, "host")]
+    more = change(SlotsEvicted, slots=lambda slots: [*slots, 2], keys=lambda keys: [*keys, b""])
+    assert told(run, "ORDER", more) == ([], 1)
