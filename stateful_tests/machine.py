@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any, ClassVar, NoReturn, Protocol
 
-from hypothesis import HealthCheck, Phase, Verbosity, settings
+from hypothesis import HealthCheck, Phase, Verbosity, configuration, settings
 from hypothesis import seed as seeded
 from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.control import current_build_context
@@ -394,12 +394,13 @@ def run_machine(
 @contextmanager
 def _home_of_hypothesis() -> Iterator[None]:
     """A folder of its own, so that none is left where the user happens to stand."""
+    before = getattr(configuration, "__hypothesis_home_directory", None)  # nobody else tells
     with TemporaryDirectory(prefix="kvproof-") as folder:
         set_hypothesis_home_dir(folder)
         try:
             yield
         finally:
-            set_hypothesis_home_dir(None)
+            set_hypothesis_home_dir(before)
 
 
 def _run_epochs(machine: type[_Campaign], seed: int | str) -> _Ended:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvproof.engine.eviction import LeastRecentlyUsed
 from kvproof.fuzz.campaigns import guarded
@@ -456,8 +457,9 @@ def test_two_shards_that_find_the_same_write_it_once(tmp_path: Path, failing: li
 
 
 def test_findings_are_told_apart_by_property_kinds_features_and_owner() -> None:
-    def id_of(subject: str, *key: Any) -> str:
-        return finding_id(Case(subject, Configuration(), []), *key)
+    def id_of(subject: str, property: str, *key: Any, message: str = "…") -> str:
+        violation = Violation(property, message)
+        return finding_id(Case(subject, Configuration(), []), violation, *key)
 
     base = ("engine", "REF", ("admit", "fork"), ("salt",))
     assert id_of(*base) == id_of("engine", "REF", ("fork", "admit"), ("salt",))
@@ -469,6 +471,8 @@ def test_findings_are_told_apart_by_property_kinds_features_and_owner() -> None:
         id_of(*base[:3], ()),
         id_of("mine:Subject", *base[1:]),
         id_of("scheduler:fcfs", *base[1:]),
+        id_of("engine", "CRASH", *base[2:], message="admit raised KeyError: 7 (x.py:7, in f)"),
+        id_of("engine", "CRASH", *base[2:], message="admit raised IndexError: 7 (x.py:7, in f)"),
     ]
     assert len(set(different)) == len(different)
     assert id_of("scheduler:fcfs", *base[1:]) == id_of("scheduler:orca", *base[1:])
@@ -595,6 +599,18 @@ def test_what_could_not_be_shrunk_is_told_apart_by_where_it_was_seen(tmp_path: P
     assert ids[2] == ids[3] == ids[4]
     entry = msgspec.json.decode(entry_of(findings[0]), type=KnownIssue)
     assert [entry.matches(finding) for finding in findings] == [True, *[False] * 4]
+
+
+def test_an_entry_of_a_crash_does_not_hide_another(tmp_path: Path, failing: list[Found]) -> None:
+    _, triage = triage_in(tmp_path)
+    found = triage.settle("cache", failing[0], 0.0)
+    crash, alike, other = (
+        replace(found, property="CRASH", message=f"launch raised {error} (x.py:1, in f)")
+        for error in ("KeyError: 'r1'", "KeyError: 'r2'", "IndexError: 1")
+    )
+    entry = msgspec.json.decode(entry_of(crash), type=KnownIssue)
+    assert entry.says == "raised KeyError: 'r"
+    assert [entry.matches(finding) for finding in (crash, alike, other)] == [True, True, False]
 
 
 def test_an_entry_of_what_cannot_be_replayed_stays() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from hypothesis.configuration import set_hypothesis_home_dir, storage_directory
 
 from kvproof.engine.engine import Engine
 from kvproof.engine.request import Request
@@ -261,6 +262,15 @@ def test_run_machine_keeps_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert time.monotonic() - started >= 2
     assert totals.runs > 1
     assert not list(tmp_path.iterdir()), "it leaves nothing where the user stands"
+
+
+def test_run_machine_leaves_the_users_home_of_hypothesis(tmp_path: Path) -> None:
+    set_hypothesis_home_dir(tmp_path)
+    try:
+        run_machine(EngineSubject, "engine", seconds=0.1, seed=1, totals=Totals())
+        assert storage_directory().path == tmp_path
+    finally:
+        set_hypothesis_home_dir(None)
 
 
 def test_run_machine_reaches_every_operation() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+import pytest
+
 from kvproof.invariants.books import Books
 from kvproof.invariants.checks.atom import Atom
 from kvproof.invariants.checks.cap import Cap
 from kvproof.invariants.checks.excl import Excl
 from kvproof.invariants.checks.key import Key
 from kvproof.invariants.checks.order import Order
+from kvproof.invariants.checks.pin import Pin
 from kvproof.invariants.checks.prov import Prov
 from kvproof.invariants.checks.ref import Ref
 from kvproof.invariants.events import (
@@ -33,7 +36,7 @@ from kvproof.invariants.verdict import Violation
 from kvproof.invariants.view import View
 
 SIZE = 2
-CHECKS = (Ref, Excl, Order, Cap, Atom, Prov, Key)
+CHECKS = (Ref, Excl, Order, Cap, Atom, Prov, Key, Pin)
 
 
 class World:
@@ -70,10 +73,14 @@ class World:
 
     def run(self, number: int, tables: Sequence[Sequence[int]]) -> None:
         """One step computes all that is pending."""
+        self.tell(StepRetired(self.launch(number, tables)))
+
+    def launch(self, number: int, tables: Sequence[Sequence[int]]) -> int:
         request = self.books.requests[number]
         step = self.books.figures.iterations
         item = StepItem(number, 0, request.scheduled, request.length, tuple(tables))
-        self.tell(StepLaunched(step, [item]), StepRetired(step))
+        self.tell(StepLaunched(step, [item]))
+        return step
 
     def seen(self) -> list[str]:
         return [violation.property for violation in self.violations]
@@ -188,6 +195,19 @@ def test_a_group_without_a_window_keeps_its_blocks() -> None:
     world.tell(BlocksOutlived(0, 0, [1]))
     world.check(Prov).audit()
     assert world.seen() == ["PROV"]
+
+
+@pytest.mark.parametrize("stream_order", [False, True])
+def test_what_a_step_in_flight_still_reads_is_given_back_only_in_stream_order(
+    stream_order: bool,
+) -> None:
+    world = computed(**WINDOWED, stream_order=stream_order)
+    grown(world)
+    world.launch(0, ([1, 2, 3], [4, 5, 6]))
+    world.tell(BlocksOutlived(1, 0, [4]))
+    assert not world.violations
+    world.tell(BlocksOutlived(1, 0, [5]))
+    assert ("PIN" in world.seen()) != stream_order
 
 
 def test_only_blocks_of_the_table_are_given_back_behind_the_window() -> None:

@@ -13,6 +13,7 @@ hangs or kills the process, a kernel) need no case, and stay until somebody remo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -27,12 +28,14 @@ from kvproof.fuzz.search import DETERMINISM
 from kvproof.invariants.case import Case, load_case
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.operations import AnyOperation, kind_of
+from kvproof.stateful_tests.harness import CRASH
 from kvproof.stateful_tests.subjects import is_kvproofs_own
 
 FORMAT = "kvproof-known-issues"
 VERSION = 1
 ISSUE = "ISSUE"
 """Stands in a printed entry where the issue is to be put."""
+_NUMBER = re.compile(r"\d")
 _ALIKE = {"run": "schedule"}
 """Many iterations with nothing between break what one does."""
 
@@ -56,6 +59,16 @@ def needs_of(case: Case) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(sorted(kinds_of(case.operations))), tuple(sorted(case.features))
 
 
+def words_of(property: str, message: str) -> str:
+    """What tells one crash from another at the same operations: the exception, and how it begins.
+
+    Empty for properties, which say what is wrong themselves.
+    """
+    if property != CRASH:
+        return ""
+    return _NUMBER.split(message[message.find(" raised ") + 1 :])[0].rstrip()
+
+
 class KnownIssue(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One entry."""
 
@@ -69,9 +82,13 @@ class KnownIssue(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
     """Its file, as seen from the ledger."""
     id: str = ""
     """Of the finding, where nothing else tells it from others: see ``entry_of``."""
+    says: str = ""
+    """What the finding's message has in it, where kinds alone would hide other mistakes."""
 
     def matches(self, finding: FindingRecord) -> bool:
         if not finding.kinds and self.id != finding.id:  # it was not shrunk: any may look like it
+            return False
+        if self.says not in finding.message:
             return False
         own = (owner_of(self.subject), self.property, sorted(self.kinds), sorted(self.features))
         return own == (
@@ -191,5 +208,6 @@ def entry_of(finding: FindingRecord) -> str:
         finding.features,
         "CASE",
         "" if finding.kinds else finding.id,
+        words_of(finding.property, finding.message),
     )
     return msgspec.json.encode(entry).decode()

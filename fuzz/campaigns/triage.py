@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvproof.fuzz.campaigns.known import Ledger, needs_of, owner_of
+from kvproof.fuzz.campaigns.known import Ledger, needs_of, owner_of, words_of
 from kvproof.fuzz.campaigns.records import UNREPLAYED, FindingRecord
 from kvproof.fuzz.campaigns.store import Store, as_text, digest, write_folder
 from kvproof.fuzz.replay import replay
@@ -41,9 +41,14 @@ def look_of(found: Found) -> Look:
     return owner_of(found.case.subject), found.violation.property, last, words
 
 
-def finding_id(case: Case, property: str, kinds: Iterable[str], features: Iterable[str]) -> str:
-    """The same for failing runs of one cause: property, operation kinds and features needed."""
-    key = repr((owner_of(case.subject), property, sorted(kinds), sorted(features)))
+def finding_id(
+    case: Case, violation: Violation, kinds: Iterable[str], features: Iterable[str]
+) -> str:
+    """The same for failing runs of one cause: property, operation kinds and features needed; and
+    for a crash, what was raised."""
+    property, words = violation.property, words_of(violation.property, violation.message)
+    told = (owner_of(case.subject), property, sorted(kinds), sorted(features))
+    key = repr((*told, words) if words else told)
     return f"{property.lower()}_{digest(key)[:8]}"
 
 
@@ -76,7 +81,7 @@ class Triage:
         case, violation = told.case, told.violation
         kinds, features = needs_of(case) if told.is_shrunk else ((), ())
         finding = FindingRecord(
-            finding_id(case, violation.property, kinds or _place_of(case, violation), features),
+            finding_id(case, violation, kinds or _place_of(case, violation), features),
             target,
             case.subject,
             violation.property,
@@ -91,7 +96,7 @@ class Triage:
             round(at, 3),
         )
         finding = replace(finding, known=self.ledger.issue_of(finding))
-        write_finding(self._store, finding, case if case.operations else None, told.moments)
+        write_finding(self._store, finding, case, told.moments)
         return finding
 
 

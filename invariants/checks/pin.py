@@ -2,7 +2,8 @@
 
 Verifies: where the subject fences releases, that a request whose step is in flight gives up its
 blocks to that step and not to the free ones; that a fence opens when its step retires, for all
-that it holds, and not before; where steps run in stream order, that no copy between tiers touches
+that it holds, and not before; that no block behind a window is given back while a step in flight
+reads it; where steps run in stream order, that no copy between tiers touches
 what a step in flight uses; that no block with a holder is evicted; that on lower tiers nothing
 is evicted that a transfer uses or a swapped request owns, and that pins are the ends of transfers
 in flight.
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from kvproof.invariants.events import (
     BlocksEvicted,
+    BlocksOutlived,
     BlocksReleased,
     Event,
     ReleaseFenced,
@@ -56,6 +58,8 @@ class Pin(Check):
         handlers: dict[type[Event], EventHandler] = {BlocksEvicted: self._evicted}
         if self.semantics.fences_releases:
             handlers |= {BlocksReleased: self._released, ReleaseFenced: self._fenced}
+            if not self.semantics.stream_order:
+                handlers[BlocksOutlived] = self._outlived
         if self.books.tiers is not None:
             handlers[SlotsEvicted] = self._slots_evicted
             if self.semantics.stream_order:
@@ -72,6 +76,25 @@ class Pin(Check):
                 block=block,
             )
         self.checked += 1
+
+    def _outlived(self, event: BlocksOutlived) -> None:
+        """A block behind the window of the next token may be within that of a step in flight."""
+        self.checked += 1
+        window = self.books.window(event.group)
+        for step in self.books.steps:
+            for (item, _), tables in zip(step.items, step.tables, strict=True):
+                first = max(0, item.start - window + 1) // self.block_size if window else 0
+                used = tables[event.group][first : -(-item.end // self.block_size)]
+                if not set(used).isdisjoint(event.blocks):
+                    self.fail(
+                        f"request {event.request} gave back block "
+                        f"{next(b for b in event.blocks if b in used)}, which step {step.number}, "
+                        "in flight, uses",
+                        group=event.group,
+                        block=next(b for b in event.blocks if b in used),
+                        request=event.request,
+                    )
+                    return
 
     def _copy_starts(self, event: TransferStarted) -> None:
         """Copies wait for no step: what one in flight uses is not written, nor read half done."""

@@ -168,6 +168,8 @@ class Completed(SchedulerEvent, frozen=True, gc=False):
     """Requests that got an output token, one each."""
     finished: tuple[int, ...]
     """Of these, the ones that stopped; they are no longer live."""
+    misdelivered: tuple[int, ...] = ()
+    """Requests whose clients were given other tokens than the model sampled for them."""
 
 
 class RequestCancelled(SchedulerEvent, frozen=True, gc=False):

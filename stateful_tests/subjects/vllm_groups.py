@@ -8,7 +8,8 @@ A hit is what all groups have.
 one with a window (``Semantics.windows``) of a block and two tokens.  Behind its window vLLM takes
 blocks back, also when it then refuses to grow the request, and their rows name the null block; of a
 hit, too, only what is in the window is looked for.  How many blocks such a request needs is vLLM's
-to say, which is why exact admission is not promised there.
+to say, which is why exact admission is not promised there.  A step in flight may still read what is
+behind the window of the next one: nothing is fenced, the order of the stream makes it safe.
 
 Not driven: groups of unequal block sizes, and those of state-space layers.
 """

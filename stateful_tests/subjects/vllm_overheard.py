@@ -51,9 +51,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
-CHOICE = 0
-"""What requests sample, see ``sampled_token``: the same at the same place, so that they meet."""
-
 _RETIRE = Retire()
 _by_number = attrgetter("number")
 _Result = TypeVar("_Result")
@@ -64,6 +61,10 @@ class Listener(Protocol):
 
     def admission(self, request: Request, end: int) -> Admit:
         """The operation that admits it, with slots up to ``end``."""
+        ...
+
+    def choice(self, request: Request) -> int:
+        """What the model samples for it, see ``sampled_token``."""
         ...
 
     def counted(self, request: Request, tokens: int, blocks: int, cached: int) -> None:
@@ -224,7 +225,8 @@ class OverheardCache(VllmManagerSubject):
         live.told += 1
         self._tell_blocks(live, ())
         self._events.append(RequestsDecoded((live.number,)))
-        self._done(Decode((index,), CHOICE), children=(live.number,))
+        choice = self._listener.choice(live.request)
+        self._done(Decode((index,), choice), children=(live.number,))
 
     def free(self, request: Request) -> None:
         """As the manager's: the request was preempted, or has ended."""

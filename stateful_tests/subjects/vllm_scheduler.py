@@ -81,7 +81,7 @@ from kvproof.invariants.scheduling.vocabulary import (
 )
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.subjects.scheduler import SchedulerSubject
-from kvproof.stateful_tests.subjects.vllm_overheard import CHOICE, OverheardCache
+from kvproof.stateful_tests.subjects.vllm_overheard import OverheardCache
 from kvproof.stateful_tests.subjects.vllm_scheduling import (
     NAME,
     PREFIX,
@@ -98,6 +98,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
+
+CHOICES = 2
+"""Two requests in a row differ in what is sampled, others may go on alike."""
 
 POLICIES = ("fcfs", "priority")
 """vLLM's own; the first one is its default."""
@@ -135,11 +138,13 @@ def vllm_scheduler_factory(
 class _Job:
     """A live request: vLLM's, and what its client and its worker know of it."""
 
-    __slots__ = ("number", "operation", "request", "table", "tokens")
+    __slots__ = ("choice", "number", "operation", "request", "table", "tokens")
 
     def __init__(self, number: int, operation: Arrive, request: Request) -> None:
         self.number = number
         """Rank of arrival."""
+        self.choice = number % CHOICES
+        """What the model samples for it: not the same for all, or nobody could tell them apart."""
         self.operation = operation
         self.request = request
         self.table: list[int] = []
@@ -154,7 +159,7 @@ class _Job:
         outputs = self.tokens - self.request.num_prompt_tokens
         if outputs == operation.output < operation.max_tokens:
             return STOP
-        return sampled_token(CHOICE, position)
+        return sampled_token(self.choice, position)
 
 
 class _Flight(Struct):
@@ -162,6 +167,8 @@ class _Flight(Struct):
 
     step: int
     scheduled: Any
+    samples: Mapping[str, list[int]]
+    """By vLLM's name of the request."""
     results: Any
 
 
@@ -316,6 +323,9 @@ class VllmSchedulerSubject(SchedulerSubject):
         operation = self.jobs_by_id[request.request_id].operation
         return Admit(operation.prompt, salt=operation.salt, slots=end)
 
+    def choice(self, request: Request) -> int:
+        return self.jobs_by_id[request.request_id].choice
+
     def counted(self, request: Request, tokens: int, blocks: int, cached: int) -> None:
         number = self.jobs_by_id[request.request_id].number
         self._emit(BlocksCounted(number, tokens, blocks, cached))
@@ -430,7 +440,7 @@ class VllmSchedulerSubject(SchedulerSubject):
         if not self._flights:
             return SKIPPED
         flight = self._flights.pop(0)
-        sampled, finished = [], []
+        sampled, finished, misdelivered = [], [], []
         told = self.cache.retire(
             lambda: self.scheduler.update_from_output(flight.scheduled, flight.results)
         )
@@ -438,13 +448,16 @@ class VllmSchedulerSubject(SchedulerSubject):
         for outputs in told.values():
             for output in outputs.outputs:
                 job = self.jobs_by_id[output.request_id]
-                sampled += [job.number] * len(output.new_token_ids)
+                given, own = output.new_token_ids, flight.samples.get(output.request_id, [])
+                sampled += [job.number] * len(given)
+                if list(given) != own[: len(given)]:
+                    misdelivered.append(job.number)
                 if output.finish_reason is not None:
                     finished.append(job)
         for job in finished:
             self._forget(job)
         ended = tuple([job.number for job in finished])
-        self._emit(Completed(flight.step, 0, tuple(sampled), ended))
+        self._emit(Completed(flight.step, 0, tuple(sampled), ended, tuple(misdelivered)))
         return Outcome("done", count=len(sampled))
 
     def _run(self, operation: Run) -> Outcome:
@@ -470,7 +483,8 @@ class VllmSchedulerSubject(SchedulerSubject):
             samples[name] = [job.sample()] if end == job.tokens else []
         if items:
             self.batch_size = len(items)
-            self._flights.append(_Flight(self._steps, scheduled, self._results(samples)))
+            flight = _Flight(self._steps, scheduled, samples, self._results(samples))
+            self._flights.append(flight)
         return items
 
     def _follow(self, scheduled: SchedulerOutput) -> dict[str, int]:

@@ -491,6 +491,40 @@ def prefers_the_less_urgent(original: Original) -> Original:
     return lambda request, other: request.priority > other.priority
 
 
+def delivered(spoil: Callable[[list[Any]], None]) -> Callable[[Original], Original]:
+    """What clients are given is spoilt, where it is more than one request's."""
+
+    def mutate(original: Original) -> Original:
+        def update(scheduler: Any, *more: Any) -> Any:
+            told = original(scheduler, *more)
+            for outputs in told.values():
+                given = [output for output in outputs.outputs if output.new_token_ids]
+                if len(given) > 1:
+                    spoil(given)
+            return told
+
+        return update
+
+    mutate.__name__ = spoil.__name__
+    return mutate
+
+
+def exchanges_the_tokens_of_two_clients(given: list[Any]) -> None:
+    first, second = given[:2]
+    first.new_token_ids, second.new_token_ids = second.new_token_ids, first.new_token_ids
+
+
+def exchanges_the_names_of_two_clients(given: list[Any]) -> None:
+    first, second = given[:2]
+    if first.finish_reason is second.finish_reason is None:
+        first.request_id, second.request_id = second.request_id, first.request_id
+
+
+def gives_clients_a_constant(given: list[Any]) -> None:
+    for output in given:
+        output.new_token_ids = [12345] * len(output.new_token_ids)
+
+
 SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 QUEUE = "vllm.v1.core.sched.request_queue.FCFSRequestQueue"
 MANAGER = "vllm.v1.core.kv_cache_manager.KVCacheManager"
@@ -522,6 +556,14 @@ MUTANTS: tuple[Mutant, ...] = (
     (hits_one_block_less, f"{MANAGER}.get_computed_blocks", FCFS, {"FIT"}),
     (frees_twice, f"{POOL}.free_blocks", FCFS, {"CONS", "REF"}),
     (leaves_the_salt_out_of_the_key, KEYS, FCFS, {"KEY", "FIT"}),
+    *(
+        (delivered(spoil), f"{SCHEDULER}.update_from_output", FCFS, {"PROGRESS"})
+        for spoil in (
+            exchanges_the_tokens_of_two_clients,
+            exchanges_the_names_of_two_clients,
+            gives_clients_a_constant,
+        )
+    ),
     (prefers_the_less_urgent, "vllm.v1.request.Request.__lt__", PRIORITY, {"PRIORITY"}),
 )
 

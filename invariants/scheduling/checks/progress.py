@@ -3,7 +3,8 @@
 Verifies: that a completed step samples an output token for each request whose last pending token
 it computed, and for no other; that a request stops exactly at its output, and is live no longer;
 that nothing happens to requests that are not live; computed tokens of the cache against this
-level's; in audits, all queues, output counts and preemptions against the view.
+level's; that a client is given what was sampled for its request, where a subject tells it; in
+audits, all queues, output counts and preemptions against the view.
 
 Does not verify: which token is sampled (the cache's PROV knows the content); that a request runs
 at all (BATCH, LIVE).
@@ -37,6 +38,10 @@ class Progress(SchedulingCheck):
             "bugs B72, B74; survey K21",
         ),
         Claim(
+            "A client is given the tokens that were sampled for its request, and no others.",
+            "bug B74; survey K21",
+        ),
+        Claim(
             "A request makes progress with each step that carries it, and ends when it is done.",
             "chapter, continuous batching: long request continues; bug B140; survey E11, Q18, Q20",
         ),
@@ -68,6 +73,13 @@ class Progress(SchedulingCheck):
             self._wrong_samples(event, flights[0], sampled)
         elif len(event.finished) != len(finished) or finished != set(event.finished):
             self._wrong_ends(event, finished)
+        elif event.misdelivered:
+            number = event.misdelivered[0]
+            self.fail(
+                f"the client of request {number} was given other tokens than step {event.step} "
+                "sampled for it",
+                request=number,
+            )
 
     def _due(self, flight: Flight) -> tuple[dict[int, LiveRequest], set[int]]:
         """Requests that get an output token, and those that stop with it."""
