@@ -23,7 +23,7 @@ from kvproof.invariants.case import Case
 from kvproof.invariants.story import explain
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Verdict, Violation, primary
-from kvproof.stateful_tests.export import write_finding
+from kvproof.stateful_tests.export import try_to_write_finding
 from kvproof.stateful_tests.machine import CheckerStumbled, run_machine
 from kvproof.stateful_tests.subjects import SubjectFactory, subject_factory
 from kvproof.stateful_tests.totals import Totals
@@ -47,7 +47,9 @@ class Finding(Struct, frozen=True):
     """Operations of the run as it was found."""
     driver: str
     files: Sequence[Path]
-    """Case, pytest file and log; empty if nothing was to be written."""
+    """Case, pytest file and log; empty if nothing was to be written, or could be."""
+    unwritten: str = ""
+    """Why they could not be."""
 
 
 class Report(Struct, frozen=True):
@@ -169,7 +171,8 @@ def _finding(case: Case, driver: str, out: Path | None, seen: Violation | None) 
     else:
         violation = shrunk.violation if shrunk else primary(result.violations)
         explanation = explain(violation, result.moments, small.configuration.block_size)
-    files: Sequence[Path] = ()
+    files, why = list[Path](), ""
     if out is not None:
-        files = write_finding(small, violation, explanation, out, moments=result.moments)
-    return Finding(violation, explanation, small, len(case.operations), driver, files)
+        told = (small, violation, explanation, out)
+        files, why = try_to_write_finding(*told, moments=result.moments)
+    return Finding(violation, explanation, small, len(case.operations), driver, files, why)

@@ -8,6 +8,7 @@ Then either that declaration is wrong, or the engine that does not keep to it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -39,6 +40,16 @@ _FAILING = 6
 
 _LAST = ("groups", "slots", "swaps", "tiers", "exact_tiers", "exact_eviction", "exact_admission")
 """Words that give up a lot: tried when no other will do."""
+_CONCERNS = {
+    "exact_admission": ("admit", "resume", "grow", "decode", "reserve", "fork"),
+    "exact_eviction": ("evict",),
+    "release_order": ("finish", "abort", "preempt", "retire"),
+    "oldest_first": ("launch",),
+    "chunks": ("launch",),
+    "forks_early": ("fork",),
+}
+"""Operations that a word is about, where it is not about all: it is no reason for what fails at
+others, although it may silence that as well."""
 
 
 def _other_words(declared: Semantics) -> Iterator[tuple[str, object]]:
@@ -88,8 +99,18 @@ def assert_conforms(factory: SubjectFactory, *, runs: int = RUNS) -> None:
         raise AssertionError(f"the adapter does not tell the truth about {told}")
 
 
-def examine(factory: SubjectFactory, *, runs: int = RUNS, seed: str = "conformance") -> Examination:
-    """Drawn runs ``seed/0``, ``seed/1``, … before a witness, and then the declarations."""
+def examine(
+    factory: SubjectFactory,
+    *,
+    runs: int = RUNS,
+    seed: str = "conformance",
+    subject: str | None = None,
+) -> Examination:
+    """Drawn runs ``seed/0``, ``seed/1``, … before a witness, and then the declarations.
+
+    ``subject``: the name by which a replay finds it; that of the class, if there is none.
+    """
+    name = subject or _name_of(factory)
     able, declared = abilities(factory), factory(Configuration()).capabilities
     draws: list[Draw] = []
     done: set[str] = set()
@@ -101,15 +122,24 @@ def examine(factory: SubjectFactory, *, runs: int = RUNS, seed: str = "conforman
         lie, performed = _before_a_witness(factory, draw, draw.operations, done, crashes)
         operations += performed
         if lie is not None:
-            return Examination(_shrunk(factory, draw, lie, performed), None, operations)
+            return Examination(_shrunk(factory, name, draw, lie, performed), None, operations)
     never = sorted(declared - done)
     if never:
-        said = f"declared, but never done in {len(draws)} runs: {', '.join(never)}"
+        more = f" and, in search of it, {len(draws) - runs} more" if len(draws) > runs else ""
+        said = f"declared, but never done in {runs} runs{more}: {', '.join(never)}"
         if crashes:
             said += f"; it raised {crashes[0]}, for one"
         return Examination(Told(Lie("never-done", said), None), None, operations)
-    told, violation = _declarations(factory, draws)
+    told, violation = _declarations(factory, name, draws)
     return Examination(told, violation, operations)
+
+
+def _name_of(factory: SubjectFactory) -> str:
+    """``MODULE:CLASS``, if that leads to it, or else what it calls itself."""
+    module, name = (getattr(factory, field, "") for field in ("__module__", "__qualname__"))
+    if name and getattr(sys.modules.get(module), name, None) is factory:
+        return f"{module}:{name}"
+    return factory(Configuration()).name
 
 
 # -- before a witness ----------------------------------------------------------------------------
@@ -174,7 +204,7 @@ def _stage(subject: Subject) -> tuple[Witness, Callable[[Operation], Outcome]]:
     return witness, perform
 
 
-def _shrunk(factory: SubjectFactory, draw: Draw, lie: Lie, performed: int) -> Told:
+def _shrunk(factory: SubjectFactory, name: str, draw: Draw, lie: Lie, performed: int) -> Told:
     """A lie of the same kind in fewer operations."""
     shown = [lie]
 
@@ -186,7 +216,6 @@ def _shrunk(factory: SubjectFactory, draw: Draw, lie: Lie, performed: int) -> To
         return True
 
     operations = _fewer(draw.operations[:performed], shows)
-    name = factory(draw.configuration).name
     return Told(shown[-1], Case(name, draw.configuration, operations))
 
 
@@ -229,28 +258,38 @@ class _Declared:
 
 
 def _declarations(
-    factory: SubjectFactory, draws: Sequence[Draw]
+    factory: SubjectFactory, name: str, draws: Sequence[Draw]
 ) -> tuple[Told | None, Violation | None]:
     """One word that makes all failing runs pass; else what fails."""
     failing = list(islice(_failing(factory, draws), _FAILING))
     if not failing:
         return None, None
     subject = factory(Configuration())
+    schedules = isinstance(subject, SchedulerSubject)
     declared = subject.cache.semantics if isinstance(subject, SchedulerSubject) else None
     declared = declared or subject.semantics
+    failed_at = set() if schedules else {_failed_at(*one) for one in failing}
     for word, other in _other_words(declared):
+        if not failed_at <= set(_CONCERNS.get(word, failed_at)):
+            continue
         semantics = replace(declared, **{word: other})
         if not any(
             _violation(factory, draw.configuration, draw.operations, semantics)
             for draw, _ in failing
         ):
             said = f"{word}={getattr(declared, word)!r} is declared, but with {other!r}"
-            return _declared_wrongly(factory, failing, said, semantics), None
+            return _declared_wrongly(factory, name, failing, said, semantics), None
     return None, failing[0][1]
+
+
+def _failed_at(draw: Draw, violation: Violation) -> str:
+    """The kind of the operation; empty if the fresh subject is wrong already."""
+    return kind_of(draw.operations[violation.op]) if violation.op >= 0 else ""
 
 
 def _declared_wrongly(
     factory: SubjectFactory,
+    name: str,
     failing: Sequence[tuple[Draw, Violation]],
     said: str,
     semantics: Semantics,
@@ -269,8 +308,10 @@ def _declared_wrongly(
         return True
 
     operations = _fewer(draw.operations[: violation.op + 1], shows)
-    text = f"{said} nothing is wrong: {shown[-1].property}, {shown[-1].message}"
-    name = factory(draw.configuration).name
+    text = (
+        f"{said} nothing is wrong: {shown[-1].property}, {shown[-1].message}.  Or the engine does "
+        f"not keep to it: see kvproof check --subject {name}"
+    )
     return Told(Lie("semantics", text), Case(name, draw.configuration, operations))
 
 

@@ -19,6 +19,7 @@ from kvproof.fuzz.verdicts import reachable_goals
 from kvproof.invariants.case import dump_case
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.subject import Configuration
+from kvproof.invariants.verdict import counted
 from kvproof.stateful_tests.profiles import PROFILES
 from kvproof.stateful_tests.subjects import subject_factory
 
@@ -49,11 +50,16 @@ def check_in_test(
     seconds: float | None = None,
     runs: int | None = None,
     seed: str | None = None,
+    **unknown: object,
 ) -> Report:
     """Check, note it in the test's properties, and fail or skip the test if there is reason to.
 
     ``seconds``, ``runs`` and ``seed`` stand above the options, these above the profile.
     """
+    if unknown or (seconds is not None and runs is not None):
+        given = f"not {', '.join(unknown)}" if unknown else "not both of seconds= and runs="
+        told = f"kvproof: kvproof_check takes seconds=, or runs=, and seed=; {given}"
+        raise pytest.fail.Exception(told, pytrace=False)
     profile = PROFILES[options.profile]
     if seconds is None and runs is None:
         seconds = options.seconds
@@ -113,7 +119,7 @@ def _name_of(subject: object) -> str:
 
 
 def _missed(report: Report) -> list[str]:
-    """Situations that were not reached; a run that ended early at a violation has missed a lot."""
+    """Situations that were not reached by a check that went to its end."""
     if report.finding is not None:
         return []
     goals = reachable_goals(subject_factory(report.subject)(Configuration()))
@@ -131,11 +137,13 @@ def _properties(
     yield "kvproof.runs", total.runs
     yield "kvproof.operations", total.ops
     yield "kvproof.operations_per_second", round(total.ops / total.seconds) if total.seconds else 0
-    yield "kvproof.situations_missed", " ".join(missed)
+    if finding is None:  # one that ended early at a violation has missed a lot
+        yield "kvproof.situations_missed", " ".join(missed)
     if report.reasons:
         yield "kvproof.reasons", _reasons(report)
     if finding is not None:
         yield "kvproof.property", finding.violation.property
+    if finding is not None and finding.files:
         yield "kvproof.case", str(_seen_from(here, finding.files[0]))
 
 
@@ -143,8 +151,6 @@ def _properties(
 
 
 def _told(report: Report, finding: Finding, item: pytest.Item, here: Path) -> str:
-    case, test, log = (_seen_from(here, path) for path in finding.files)
-    path = _path_of(report.subject, here)
     lines = dump_case(finding.case).splitlines()
     if len(lines) > _SHOWN_CASE_LINES:
         lines[_SHOWN_CASE_LINES:] = [f"… {len(lines) - _SHOWN_CASE_LINES} more lines"]
@@ -155,14 +161,25 @@ def _told(report: Report, finding: Finding, item: pytest.Item, here: Path) -> st
             "",
             *lines,
             "",
-            f"Found by the {finding.driver} in a run of {finding.found_ops} operations"
+            f"Found by the {finding.driver} in a run of {counted(finding.found_ops, 'operation')}"
             + (f", shrunk to {ops}." if ops < finding.found_ops else "."),
-            f"  what was done, line by line:  {log}",
-            f"  replay:  {path}{replay_command(case, report.subject)}",
-            f"  as a test:  {path}pytest {quote(str(test))}",
+            *_written(finding, report.subject, here),
             f"  search again:  pytest {_named(item)} --kvproof-seed {quote(report.seed)}",
         ]
     )
+
+
+def _written(finding: Finding, subject: str, here: Path) -> list[str]:
+    """What to do with the files, if there are any."""
+    if not finding.files:
+        return [f"  nothing was written: {finding.unwritten}"]
+    case, test, log = (_seen_from(here, path) for path in finding.files)
+    path = _path_of(subject, here)
+    return [
+        f"  what was done, line by line:  {log}",
+        f"  replay:  {path}{replay_command(case, subject)}",
+        f"  as a test:  {path}pytest {quote(str(test))}",
+    ]
 
 
 def _named(item: pytest.Item) -> str:

@@ -317,3 +317,16 @@ AnyEvent = (
     | StepLaunched
     | StepRetired
 )
+
+
+_WHY = {
+    "pressure": "under pressure",
+    "request": "on request",
+    "reset": "by a reset",
+    "corrupt": "as it was damaged",
+}
+
+
+def why_evicted(cause: str) -> str:
+    """A cause in words: in messages a request is one for tokens."""
+    return _WHY.get(cause, cause)

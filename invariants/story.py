@@ -41,13 +41,14 @@ from kvproof.invariants.events import (
     TransferEnded,
     TransferLanded,
     TransferStarted,
+    why_evicted,
 )
 from kvproof.invariants.operations import Operation, Tier, kind_of
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.scheduling.story import iterations_story, rejected_state
 from kvproof.invariants.scheduling.vocabulary import SchedulerEvent
 from kvproof.invariants.slot_books import ENDS
-from kvproof.invariants.verdict import SCHEDULING_PROPERTIES, Violation, counted
+from kvproof.invariants.verdict import SCHEDULING_PROPERTIES, Violation, counted, place_of
 
 
 class Moment(Struct, frozen=True):
@@ -61,7 +62,7 @@ class Moment(Struct, frozen=True):
 
 def explain(violation: Violation, moments: Sequence[Moment], block_size: int) -> str:
     """The violation, and how it came about."""
-    what = f"{violation.property} at operation {violation.op}: {violation.message}."
+    what = f"{violation.property} {place_of(violation)}: {violation.message}."
     events = [event for moment in moments for event in moment.events]
     if any(isinstance(event, SchedulerEvent) for event in events):
         what = _with_iterations(what, events)
@@ -154,7 +155,7 @@ class _Block:
             fence = "" if event.step is None else f" by the fence of step {event.step}"
             return f"released by r{event.request}{fence}"
         if isinstance(event, BlocksEvicted):
-            return f"evicted ({event.cause})"
+            return f"evicted {why_evicted(event.cause)}"
         if isinstance(event, BlocksPublished):
             return f"made findable by r{event.request} as row {event.row + index}"
         return None
@@ -292,7 +293,7 @@ class _Slot:
         if self._slot not in slots:
             return None
         if isinstance(event, SlotsEvicted):
-            return f"evicted ({event.cause})"
+            return f"evicted {why_evicted(event.cause)}"
         if isinstance(event, SlotsReleased):
             return f"given up by r{event.request}"
         return "found again after a restart" if isinstance(event, TierReopened) else None

@@ -7,7 +7,16 @@ The defaults describe kvproof's own engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, Protocol, runtime_checkable
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    Protocol,
+    get_args,
+    get_origin,
+    get_type_hints,
+    runtime_checkable,
+)
 
 from msgspec import Meta, Struct
 
@@ -139,8 +148,10 @@ class Semantics(Struct, frozen=True):
     release_order: Literal["tail_first", "any"] = "tail_first"
     """A request gives back its last block first, so that prefixes outlive their extensions."""
     eviction_order: Literal["lru", "configured", "any"] = "lru"
-    """Cached-free blocks are evicted by the time of their release, oldest first, and only when
-    no empty-free block is left.  ``configured``: in the order that the configuration names."""
+    """``lru``: empty blocks, in which nothing is findable, are taken first; then the cached ones
+    that nobody holds, by the time of their release, oldest first.  So ``free_blocks`` lists all
+    empty ones before the cached ones.  ``configured``: the cached ones in the order that the
+    configuration names."""
     exact_admission: bool = True
     """An operation is refused for want of blocks exactly when they are not there, and a prefix hit
     is the longest findable prefix of full blocks below the last token."""
@@ -183,6 +194,14 @@ class Semantics(Struct, frozen=True):
     disk_order: Literal["configured", "any"] = "configured"
     """… and of the disk."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a word that is not what its type says."""
+        for word, (kind, choices) in _WORDS.items():
+            said = getattr(self, word)
+            if not isinstance(said, kind) or (choices and said not in choices):
+                needed = " or ".join(map(repr, choices)) or f"a value of type {kind.__name__}"
+                raise ValueError(f"{word}={said!r}: {needed} is needed")
+
     def promises_order(self, tier: Tier) -> bool:
         """Whether evictions on that tier follow a stated order."""
         orders: dict[Tier, str] = {
@@ -207,6 +226,16 @@ class Semantics(Struct, frozen=True):
             "samples": self.samples,
         }
         return frozenset(name for name, has in names.items() if has)
+
+
+def _allowed(kind: Any) -> tuple[type, tuple[str, ...]]:
+    """What a word's value must be; and the choices, if there are some."""
+    if get_origin(kind) is Literal:
+        return str, get_args(kind)
+    return get_origin(kind) or kind, ()
+
+
+_WORDS = {word: _allowed(kind) for word, kind in get_type_hints(Semantics).items()}
 
 
 @runtime_checkable

@@ -61,13 +61,22 @@ class Violation(Struct, frozen=True):
     message: str
     """One sentence: what was seen, and what should have been."""
     op: int = -1
-    """Index of the operation after which it was seen."""
+    """Index of the operation after which it was seen; -1 before the first one."""
     group: int = 0
     block: int | None = None
     request: int | None = None
     tier: Tier = "device"
     """Where the block lies."""
     transfer: int | None = None
+
+
+BEFORE_THE_FIRST = "before the first operation"
+"""Where a violation was seen of which no operation is to blame: the fresh subject shows it."""
+
+
+def place_of(violation: Violation) -> str:
+    """``at operation 4``: after which operation it was seen."""
+    return BEFORE_THE_FIRST if violation.op < 0 else f"at operation {violation.op}"
 
 
 def primary(violations: Sequence[Violation]) -> Violation:
@@ -86,3 +95,8 @@ def _rank_of(name: str) -> int:
 def counted(count: int, noun: str) -> str:
     """``1 block``, ``2 blocks``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def tallied(count: int, noun: str) -> str:
+    """As ``counted``, of what is many: ``1 run``, ``12,345 runs``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Literal, NamedTuple
 
+from msgspec.structs import replace
+
 from kvproof.invariants.events import (
     BlocksAllocated,
     BlocksEvicted,
@@ -60,6 +62,7 @@ from kvproof.invariants.outcomes import (
 from kvproof.invariants.prompts import clip_media, prompt_tokens, sampled_tokens
 from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.invariants.view import Standing
+from kvproof.stateful_tests.shapes import counts_of, entries_of, ids_of, index_of
 
 
 class Refused(Exception):
@@ -128,7 +131,14 @@ class Adapter:
     """
 
     name = "adapter"
+    """For benchmarks and traces; kvproof finds it, and a case names it, by MODULE:CLASS."""
     semantics = Semantics(fences_releases=False, slots=False, swaps=False)
+    """These three need not be written: they are always so here."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if isinstance(cls.semantics, Semantics):  # it may be a property
+            cls.semantics = replace(cls.semantics, fences_releases=False, slots=False, swaps=False)
 
     def __init__(self, configuration: Configuration) -> None:
         self.configuration = configuration
@@ -322,7 +332,7 @@ class Adapter:
             raise Refused(NOTHING_TO_RUN)
         items = []
         for part, start, end in parts:
-            table = (list(self.table(part)),)
+            table = (self._table(part),)
             items.append(StepItem(part.number, part.preemptions, start, end, table))
             part.scheduled = end
         self.steps.append(StepLaunched(self._launched, items))
@@ -356,9 +366,18 @@ class Adapter:
     # -- events, from what the engine has before and after an operation ----------------------------
 
     def _look(self) -> _Look:
-        entries = ((key, block) for key, blocks in self.index().items() for block in blocks)
-        tables = {request.number: list(self.table(request)) for request in self.running}
-        return _Look(tables, list(self.free_blocks()), dict.fromkeys(entries))
+        """Raises WrongShape."""
+        self._ref_counts()
+        tables = {number: self._table(request) for number, request in self.requests.items()}
+        running = {request.number: tables[request.number] for request in self.running}
+        return _Look(running, ids_of("free_blocks()", self.free_blocks()), entries_of(self.index()))
+
+    def _ref_counts(self) -> Sequence[int]:
+        return counts_of(self.ref_counts(), self.configuration, self.semantics)
+
+    def _table(self, request: Request) -> list[int]:
+        preempted = "" if request.running else ", which is preempted,"
+        return ids_of(f"table() of request {request.number}{preempted}", self.table(request))
 
     def _tell_changes(
         self,
@@ -447,13 +466,13 @@ class AdapterView:
         return self._adapter.free_count()
 
     def ref_counts(self, group: int) -> Sequence[int]:
-        return self._adapter.ref_counts()
+        return self._adapter._ref_counts()
 
     def free_blocks(self, group: int) -> Sequence[int]:
-        return list(self._adapter.free_blocks())
+        return ids_of("free_blocks()", self._adapter.free_blocks())
 
     def index(self, group: int) -> Mapping[bytes, Sequence[int]]:
-        return self._adapter.index()
+        return index_of(self._adapter.index())
 
     def requests(self) -> Sequence[int]:
         return list(self._adapter.requests)

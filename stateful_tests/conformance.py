@@ -58,6 +58,7 @@ from kvproof.invariants.outcomes import SKIPPED, Outcome
 from kvproof.invariants.subject import Subject
 from kvproof.invariants.view import View
 from kvproof.stateful_tests.harness import asks_for
+from kvproof.stateful_tests.shapes import WrongShape
 
 EVENT_TYPES: tuple[type[Event], ...] = get_args(AnyEvent)
 _NAMES_A_REQUEST = (Grow, Reserve, Finish, Fork, Preempt, Resume, Abort)
@@ -69,7 +70,7 @@ class Lie(Struct, frozen=True):
 
     kind: str
     """Of what it is: table, references, free, index, standing, steps, event, order, answer,
-    refusal, view, determinism, never-done or semantics."""
+    refusal, shape, view, determinism, never-done or semantics."""
     message: str
 
 
@@ -125,7 +126,7 @@ class Witness:
         self._lacking = _ASKED_FOR - subject.semantics.features()
         self._view = subject.view()
         """The one that a checker keeps."""
-        self._seen = look(self._view, self._groups)
+        self._seen = self._look()
 
     def perform(self, operation: Operation) -> Outcome:
         """Raises Lied at a lie, and Crashed."""
@@ -134,6 +135,8 @@ class Witness:
             return SKIPPED
         try:
             outcome, events = self._subject.apply(operation), list(self._subject.drain_events())
+        except WrongShape as error:
+            raise Lied("shape", str(error)) from error
         except Exception as error:
             raise Crashed from error
         _judge_shape(outcome, events)
@@ -157,6 +160,8 @@ class Witness:
         try:
             kept = look(self._view, self._groups)
             fresh = look(self._subject.view(), self._groups)
+        except WrongShape as error:
+            raise Lied("shape", str(error)) from error
         except Exception as error:
             raise Lied("view", f"it cannot be read: {error!r}") from error
         if kept != fresh:

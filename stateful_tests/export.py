@@ -41,6 +41,7 @@ from kvproof.invariants.events import (
     TransferKind,
     TransferLanded,
     TransferStarted,
+    why_evicted,
 )
 from kvproof.invariants.operations import Admit, Arrive, Promote, Tier
 from kvproof.invariants.outcomes import Outcome
@@ -52,7 +53,7 @@ from kvproof.invariants.scheduling.vocabulary import (
     SchedulerEvent,
 )
 from kvproof.invariants.story import Moment
-from kvproof.invariants.verdict import Violation
+from kvproof.invariants.verdict import BEFORE_THE_FIRST, Violation
 from kvproof.stateful_tests.subjects import is_kvproofs_own
 
 # -- the pytest file -----------------------------------------------------------------------------
@@ -68,9 +69,7 @@ _TEST = '''\
 CASE = Case(
     subject={subject!r},
     configuration={configuration},
-    operations=[
-{operations}
-    ],
+    operations=[{operations}],
 )
 
 
@@ -102,10 +101,15 @@ def pytest_source(case: Case, explanation: str = "", *, name: str = "") -> str:
         imports=_imports(case),
         subject=case.subject,
         configuration=_source(case.configuration),
-        operations="\n".join(f"        {source_of(o)}," for o in case.operations),
+        operations=_listed([source_of(operation) for operation in case.operations]),
         name=name or case_name(case),
         run=_run(case),
     )
+
+
+def _listed(operations: Sequence[str]) -> str:
+    lines = "".join(f"\n        {operation}," for operation in operations)
+    return f"{lines}\n    " if lines else ""
 
 
 def _wrapped(text: str) -> str:
@@ -128,13 +132,13 @@ def _imports(case: Case) -> str:
         kinds.add("Media")
     lines = [
         "from kvproof.invariants.case import Case",
-        f"from kvproof.invariants.operations import {', '.join(sorted(kinds))}",
+        *([f"from kvproof.invariants.operations import {', '.join(sorted(kinds))}"] * bool(kinds)),
         "from kvproof.invariants.subject import Configuration",
         "from kvproof.stateful_tests.harnesses import harness_for",
         "from kvproof.stateful_tests.subjects import subject_factory",
     ]
     if case.configuration.scheduling != Limits():
-        lines.insert(2, "from kvproof.invariants.scheduling.vocabulary import Limits")
+        lines.insert(-3, "from kvproof.invariants.scheduling.vocabulary import Limits")
     if case.fault is not None:
         lines.insert(0, "from kvproof.fuzz.faults import fault_by_id")
     return "\n".join(lines)
@@ -148,13 +152,13 @@ def _run(case: Case) -> str:
     )
 
 
-def _source(value: Struct) -> str:
-    """A struct as a Python expression, without what is as by default."""
+def _source(value: Struct, shown: Sequence[str] = ()) -> str:
+    """A struct as a Python expression, without what is as by default and not to be ``shown``."""
     default = type(value)()
     fields = [
         f"{name}={_source(own) if isinstance(own, Struct) else repr(own)}"
         for name in value.__struct_fields__
-        if (own := getattr(value, name)) != getattr(default, name)
+        if (own := getattr(value, name)) != getattr(default, name) or name in shown
     ]
     return f"{type(value).__name__}({', '.join(fields)})"
 
@@ -184,18 +188,10 @@ def log_text(
 
     ``violated``: what the last operation of the recorded run violates; its line is marked.
     """
-    rows = [
-        (source_of(moment.operation), _answer(moment.outcome), _changes(moment.events))
-        for moment in moments
-    ] or [(source_of(operation), "", "") for operation in case.operations]
-    asked, answered = (min(60, max(len(row[i]) for row in rows)) for i in (0, 1))
-    lines = [
-        f"{op:>4}  {row[0]:<{asked}}  {row[1]:<{answered}}  {row[2]}".rstrip()
-        for op, row in enumerate(rows)
-    ]
-    if moments and violated:
+    lines = _lines(case, moments)
+    if violated and (moments or not case.operations):
         lines[-1] += violation_mark(violated)
-    world = f"{case.subject}, {_source(case.configuration)}"
+    world = f"{case.subject}, {_source(case.configuration, ('block_size',))}"
     features = f"features: {', '.join(case.features)}\n" if case.features else ""
     schedules = any(isinstance(e, SchedulerEvent) for moment in moments for e in moment.events)
     names = any(hasattr(operation, "transfer") for operation in case.operations)
@@ -207,6 +203,21 @@ def log_text(
         + _SCHEDULER_LEGEND * schedules
     )
     return f"{_wrapped(explanation)}\n\n{world}\n{features}\n{legend}\n\n" + "\n".join(lines) + "\n"
+
+
+def _lines(case: Case, moments: Sequence[Moment]) -> list[str]:
+    """Those of the operations; of a fresh subject to which nothing was done, one."""
+    rows = [
+        (source_of(moment.operation), _answer(moment.outcome), _changes(moment.events))
+        for moment in moments
+    ] or [(source_of(operation), "", "") for operation in case.operations]
+    if not rows:
+        return [f"      {BEFORE_THE_FIRST}"]
+    asked, answered = (min(60, max(len(row[i]) for row in rows)) for i in (0, 1))
+    return [
+        f"{op:>4}  {row[0]:<{asked}}  {row[1]:<{answered}}  {row[2]}".rstrip()
+        for op, row in enumerate(rows)
+    ]
 
 
 def violation_mark(property: str) -> str:
@@ -285,7 +296,7 @@ def _transfer_ended(event: TransferEnded) -> str:
 
 
 def _slots_evicted(event: SlotsEvicted) -> str:
-    return f"x{_numbered(_SLOT[event.tier], event.group, event.slots)} ({event.cause})"
+    return f"x{_numbered(_SLOT[event.tier], event.group, event.slots)} ({why_evicted(event.cause)})"
 
 
 def _slots_released(event: SlotsReleased) -> str:
@@ -299,7 +310,7 @@ def _reopened(event: TierReopened) -> str:
 
 
 def _evicted(event: BlocksEvicted) -> str:
-    return f"x{_blocks(event)} ({event.cause})"
+    return f"x{_blocks(event)} ({why_evicted(event.cause)})"
 
 
 def _item(item: StepItem) -> str:
@@ -370,7 +381,8 @@ def write_finding(
     case = replace(case, violates=case.violates or violation.property)
     text = dump_case(case)
     name = _free_name(case, text, folder)
-    violated = violation.property if moments and moments[-1].op == violation.op else ""
+    last = moments[-1].op if moments else -1
+    violated = violation.property if last == violation.op else ""
     files = {
         f"{name}.json": text,
         f"test_{name}.py": pytest_source(case, explanation, name=name),
@@ -379,6 +391,21 @@ def write_finding(
     for file, content in files.items():
         _write(folder / file, content)
     return [folder / file for file in files]
+
+
+def try_to_write_finding(
+    case: Case,
+    violation: Violation,
+    explanation: str,
+    folder: Path,
+    *,
+    moments: Sequence[Moment] = (),
+) -> tuple[list[Path], str]:
+    """As ``write_finding``, or no paths and why: a full disk, say, must not cost the finding."""
+    try:
+        return write_finding(case, violation, explanation, folder, moments=moments), ""
+    except OSError as error:
+        return [], str(error)
 
 
 def _free_name(case: Case, text: str, folder: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from traceback import extract_tb
+from traceback import StackSummary, extract_tb
 
 from msgspec.structs import replace
 
@@ -18,6 +18,7 @@ from kvproof.invariants.operations import (
     Complete,
     Evict,
     Finish,
+    Grow,
     Launch,
     Operation,
     Preempt,
@@ -30,6 +31,7 @@ from kvproof.invariants.operations import (
 from kvproof.invariants.outcomes import SKIPPED, Outcome
 from kvproof.invariants.subject import Subject
 from kvproof.invariants.verdict import Violation
+from kvproof.stateful_tests.shapes import WrongShape
 
 _ASKED_FOR = frozenset(("slots", "swaps", "tiers"))
 """Features that operations may ask for."""
@@ -42,12 +44,21 @@ CRASH = "CRASH"
 
 def crash_violation(operation: Operation, error: Exception) -> Violation:
     """What it means that an operation raised."""
-    frame = extract_tb(error.__traceback__)[-1]
-    return Violation(
-        CRASH,
-        f"{kind_of(operation)} raised {type(error).__name__}: {error} "
-        f"({Path(frame.filename).name}:{frame.lineno}, in {frame.name})",
-    )
+    kind = kind_of(operation)
+    if isinstance(error, WrongShape):
+        return Violation(CRASH, f"{kind} cannot be followed: {error}")
+    frames = extract_tb(error.__traceback__)
+    told = ": ".join(filter(None, (type(error).__name__, str(error))))
+    text = f"{kind} raised {told} ({Path(frames[-1].filename).name}:{frames[-1].lineno}, in "
+    hint = "; where there is no room, raise Refused"
+    hinted = isinstance(operation, Admit | Resume | Grow) and _passes_adapter(frames)
+    return Violation(CRASH, f"{text}{frames[-1].name}){hint * hinted}")
+
+
+def _passes_adapter(frames: StackSummary) -> bool:
+    """Whether what raised was called by :class:`Adapter`, whose methods may refuse."""
+    adapter = Path(__file__).with_name("adapter.py")
+    return adapter in [Path(frame.filename) for frame in frames[:-1]]
 
 
 def asks_for(operation: Operation) -> set[str]:
@@ -134,6 +145,7 @@ class Harness:
     def _crashed(self, operation: Operation, error: Exception) -> Outcome:
         violation = crash_violation(operation, error)
         self.violations = (replace(violation, op=self.checker.operations),)
+        self.checker.pass_over(operation.__class__)
         return SKIPPED
 
     def run(self, operations: Iterable[Operation]) -> Sequence[Violation]:

@@ -107,11 +107,11 @@ class SchedulingHarness:
         try:
             outcome = self.subject.apply(operation)
         except _Violated:
-            return self._stopped(self.cache.violations or self.checker.violations)
+            return self._stopped(operation, self.cache.violations or self.checker.violations)
         except CheckerError:
             raise
         except Exception as error:
-            return self._stopped((crash_violation(operation, error),))
+            return self._stopped(operation, (crash_violation(operation, error),))
         finally:
             self.subject.drain_events()
             self.last_events = self._events
@@ -124,10 +124,11 @@ class SchedulingHarness:
                 self.audit()
         return outcome
 
-    def _stopped(self, violations: Sequence[Violation]) -> Outcome:
+    def _stopped(self, operation: Operation, violations: Sequence[Violation]) -> Outcome:
         """A violation in the middle of an operation, which is the one to blame."""
         op = self.checker.operations
         self.violations = [replace(violation, op=op) for violation in violations]
+        self.checker.pass_over(type(operation))
         return _STOPPED
 
     def run(self, operations: Iterable[Operation]) -> Sequence[Violation]:

@@ -431,7 +431,7 @@ row(
     None,
     0,
 )
-row("PIN", [prompt(4), *STEP, Evict(1)], add(evicted(1)), "(request) while it was held", 1)
+row("PIN", [prompt(4), *STEP, Evict(1)], add(evicted(1)), "on request while it was held", 1)
 
 # ORDER: who is evicted, and when
 row("ORDER", [*CACHED, Evict(1)], instead(evicted(1)), "but block 2 was released before it", 1)
@@ -439,7 +439,7 @@ row(
     "ORDER",
     [*CACHED, prompt(1, 1)],
     instead(evicted(2, "pressure"), BlocksAllocated(0, 1, 0, [2])),
-    "1 blocks were evicted for the 1 that request 1 needs, though 6 free blocks were empty",
+    "though 6 free blocks were empty, such as 3, 4, 5, 6, and block 2 was cached",
     2,
     1,
 )
@@ -453,6 +453,13 @@ row(
 )
 row("ORDER", [prompt(8), Finish(0)], change(BlocksReleased, blocks=[1, 2]), "[1, 2], not", 1, 0)
 row("ORDER", CACHED, shows(free_blocks=lambda f: [*f[:-2], 1, 2]), "victims are blocks [1, 2]", 1)
+row(
+    "ORDER",
+    CACHED,
+    shows(free_blocks=lambda f: [*f[1:-1], f[0], f[-1]]),
+    "block 3 holds nothing findable, but stands behind cached 2",
+    3,
+)
 
 # CAP: exact answers
 row("CAP", [prompt(1)], answers(REFUSED), "admit was refused (no_free_blocks), but it should")
@@ -825,7 +832,15 @@ def test_what_was_published_early_must_be_written_in_time() -> None:
     checks = [BY_ID["PROV"], BY_ID["VALID"]]
     (violation,) = found(run, EARLY, checks=checks, publishes="at_allocation")
     assert (violation.property, violation.block, violation.op) == ("VALID", 1, 4)
-    assert "no step has written it" in violation.message
+    assert violation.message.endswith("no step has written it")
+
+
+def test_of_a_block_that_was_written_half_it_is_told_which_half() -> None:
+    run = [prompt(4), Launch(2), Retire(), prompt(1, 1), Preempt(0), *STEP]
+    checks = [BY_ID["PROV"], BY_ID["VALID"]]
+    (violation,) = found(run, EARLY, checks=checks, publishes="at_allocation")
+    assert (violation.property, violation.block) == ("VALID", 1)
+    assert violation.message.endswith("written it whole: its positions 0 to 3 lack 2, 3")
 
 
 def test_another_order_of_eviction_or_release_is_wrong_only_where_one_is_promised() -> None:

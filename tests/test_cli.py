@@ -303,7 +303,7 @@ def test_where_there_is_no_terminal_lines_tell_of_progress(
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180)
     assert printed(result)["verdict"] in ("pass", "unknown")
     told = [one for one in result.stderr.splitlines() if not one.startswith("using the ")]
-    assert len(told) >= 2
+    assert told
     assert all(re.fullmatch(line, one) for one in told), told
 
 
@@ -513,8 +513,10 @@ def test_places_that_cannot_be_written_are_refused_before_anything_is_done(
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("Half = object\n", "TypeError"),
+        ("Half = object\n", "made of a Configuration: TypeError"),
+        ("Half = object\n", "(is it a subject? see docs/adapters.md)"),
         ("class Half:\n    def __init__(self, configuration): pass\n", "lacks name, semantics"),
+        ("class Half:\n    def __init__(self, configuration): pass\n", ": see docs/adapters.md"),
         ("class Half:\n    def __init__(self, configuration): raise OSError('no GPU')\n", "no GPU"),
     ],
 )
@@ -524,6 +526,16 @@ def test_what_is_no_subject_is_refused_in_one_line(body: str, message: str, tmp_
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("place", ["half.py", "./half.py", "src/half.py", "src/half"])
+def test_a_file_is_no_module(place: str, tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text("Half = object\n")
+    result = kvproof("check", "--subject", f"{place}:Half", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "MODULE:CLASS is wanted" in result.stderr
+    module = "src.half" if "src" in place else "half"
+    assert f"perhaps {module}:Half" in result.stderr
 
 
 def test_documented_keys_are_printed(found: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

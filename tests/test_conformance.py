@@ -22,13 +22,24 @@ from kvproof.invariants.events import (
     StepLaunched,
     StepRetired,
 )
-from kvproof.invariants.operations import Admit, Evict, Finish, Grow, Operation, Retire
+from kvproof.invariants.operations import (
+    Admit,
+    Evict,
+    Finish,
+    Grow,
+    Launch,
+    Operation,
+    Preempt,
+    Retire,
+    Segment,
+)
 from kvproof.invariants.outcomes import NO_FREE_BLOCKS, SKIPPED, Outcome
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.view import Standing
-from kvproof.stateful_tests.adapter import Part, Refused, Request
+from kvproof.stateful_tests.adapter import Adapter, Part, Refused, Request
 from kvproof.stateful_tests.examples.nano_subject import NanoSubject
 from kvproof.stateful_tests.examples.template import Template
+from kvproof.stateful_tests.harness import Harness
 from kvproof.stateful_tests.subjects import subject_factory
 from kvproof.stateful_tests.subjects.engine import EngineSubject, EngineView
 
@@ -306,6 +317,14 @@ class ChangesWhatItRefuses(Template):
             raise
 
 
+class DeclaresFences(Template):
+    """In an instance, since a class of Adapter never does."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        super().__init__(configuration)
+        self.semantics = replace(self.semantics, fences_releases=True)
+
+
 @dataclass(frozen=True)
 class Lying:
     factory: Callable[[Configuration], Any]
@@ -354,13 +373,11 @@ LYING = {
     "evicts the newest": Lying(EvictsTheNewest, "semantics", "eviction_order='lru'"),
     "keeps a reserve": Lying(KeepsAReserve, "semantics", "exact_admission=True"),
     "ignores the budget": Lying(IgnoresTheBudget, "semantics", "chunks=True"),
-    "does not fence": Lying(
-        declares(Template, fences_releases=True), "semantics", "fences_releases=True"
-    ),
+    "does not fence": Lying(DeclaresFences, "semantics", "fences_releases=True"),
     "serves others first": Lying(
         declares(NanoSubject, oldest_first=True), "semantics", "oldest_first=True", 10, runs=160
     ),
-    "one reserved block": Lying(declares(NanoSubject, reserved=(0,)), "references", "reserved"),
+    "one reserved block": Lying(declares(NanoSubject, reserved=(0,)), "shape", "reserved=()"),
 }
 
 
@@ -372,6 +389,109 @@ def test_a_lying_adapter_is_caught_and_named(lying: Lying) -> None:
     assert lying.says in told.lie.message, told
     if told.case is not None:
         assert len(told.case.operations) <= lying.operations, told
+
+
+def test_what_else_a_wrong_word_may_be_is_said() -> None:
+    told = examine(KeepsAReserve).told
+    assert told is not None
+    assert told.lie.message.endswith(
+        f"Or the engine does not keep to it: see kvproof check --subject {__name__}:KeepsAReserve"
+    )
+
+
+def test_the_run_names_the_subject_so_that_a_replay_finds_it() -> None:
+    for given in (None, "lies:Reserve"):
+        told = examine(KeepsAReserve, subject=given).told
+        assert told is not None
+        assert told.case is not None
+        assert told.case.subject == (given or f"{__name__}:KeepsAReserve")
+
+
+def test_what_was_never_done_is_told_with_the_runs_that_were_made() -> None:
+    told = examine(DoesNothing, runs=7).told
+    assert told is not None
+    assert "never done in 7 runs and, in search of it, 14 more: " in told.lie.message
+
+
+class EvictsWhatIsEmpty(Template):
+    """A fault of the engine: it counts free blocks in which nothing is findable."""
+
+    def evict(self, blocks: int) -> None:
+        self.cache.forget(self.cache.free[:blocks])
+
+
+def test_a_word_about_other_operations_is_not_named() -> None:
+    examination = examine(EvictsWhatIsEmpty)
+    assert examination.told is None, examination.told
+    assert examination.violation is not None
+    assert examination.violation.property == "CAP"
+
+
+# -- answers of a wrong shape ---------------------------------------------------------------------
+
+
+class IndexWithoutLists(Template):
+    def index(self) -> Any:
+        return dict(self.cache.block_of)
+
+
+class IndexByText(Template):
+    def index(self) -> Any:
+        return {key.hex(): blocks for key, blocks in super().index().items()}
+
+
+class IndexOfNothing(Template):
+    def index(self) -> Any:
+        return None
+
+
+class NoTable(Template):
+    def table(self, request: Request) -> Any:
+        return super().table(request) or None
+
+
+class TooFewCounts(Template):
+    def ref_counts(self) -> Any:
+        return super().ref_counts()[1:]
+
+
+class TooManyCounts(NanoSubject):
+    def ref_counts(self) -> Any:
+        return [0, *super().ref_counts()]
+
+
+class OneCount(Template):
+    def ref_counts(self) -> Any:
+        return 9
+
+
+class NamesBlocks(Template):
+    def free_blocks(self) -> Any:
+        return list(map(str, super().free_blocks()))
+
+
+WRONG_SHAPES = {
+    IndexWithoutLists: "answers 1, but a list of block ids (int) is needed",
+    IndexByText: "but bytes are needed",
+    IndexOfNothing: "index() answers None, but a dict is needed",
+    NoTable: "table() of request 0, which is preempted, answers None, but a list of",
+    TooFewCounts: "plus reserved=(0,) make 9; if block 0 is yours to give, declare reserved=()",
+    TooManyCounts: "plus reserved=() make 8; if there is a null block, declare reserved=(0,)",
+    OneCount: "ref_counts() answers 9, but a list of numbers is needed",
+    NamesBlocks: "free_blocks() answers ['1', '2', '3', '4', '5', '6', ...], but a list of block",
+}
+
+
+@pytest.mark.parametrize("adapter", WRONG_SHAPES)
+def test_an_answer_of_a_wrong_shape_is_told_by_its_method(adapter: type[Adapter]) -> None:
+    lie = examine(adapter).told
+    assert lie is not None
+    assert lie.lie.kind == "shape", lie
+    harness = Harness(adapter(Configuration(blocks=8, block_size=4)), audit_interval=1)
+    once = (Admit((Segment(1, 8),)), Launch(), Retire(), Preempt(0), Admit((Segment(1, 8),)))
+    (violation,) = harness.run(once)
+    assert violation.property == "CRASH"
+    assert WRONG_SHAPES[adapter] in violation.message
 
 
 def test_a_lie_below_a_scheduler_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

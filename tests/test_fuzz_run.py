@@ -992,7 +992,7 @@ def test_a_report_tells_of_a_finding_that_takes_the_process_along_now(
     does.write_text("die")
     result = kvproof("report", "c", "--subject", target.subject, cwd=store.folder.parent)
     assert result.returncode == 1, result.stderr
-    page = (store.folder.parent / "report.html").read_text()
+    page = (store.folder / "report.html").read_text()
     assert "There is no block map: its replay took the process along: exit code 7." in page
 
 

@@ -16,6 +16,7 @@ from kvproof.fuzz.campaigns.run import CampaignRun
 from kvproof.fuzz.campaigns.shard import ShardJob, run_job
 from kvproof.fuzz.campaigns.store import Journal, Store, read_lines
 from kvproof.fuzz.campaigns.versions import _place_of, code_versions, source_files
+from kvproof.fuzz.report.fields import fields
 from kvproof.fuzz.report.summary import summarise
 from kvproof.stateful_tests.totals import Totals
 
@@ -73,8 +74,22 @@ def test_what_another_version_did_is_no_part_of_the_verdict(policy: Target) -> N
     (after,) = summary.subjects
     assert (after.runs, after.hits) == (done[versions[1]].runs, done[versions[1]].goals)
     told = f"{done[versions[0]].ops:,}"
-    assert summary.total.ops == sum(totals.ops for totals in done.values())
-    assert f"({told} operations with another version of the code)" in summary.sentence
+    present = done[versions[1]]
+    (target,) = summary.targets
+    assert (summary.total.ops, summary.total.runs) == (present.ops, present.runs)
+    assert (target.totals.ops, target.outdated) == (present.ops, done[versions[0]].ops)
+    assert target.done_twice == sum(
+        line.done_twice for line in lines if line.version == versions[1]
+    )
+    in_series = sum(point.ops_per_second for point in summary.series) * summary.series[0].at
+    assert in_series == pytest.approx(present.ops)
+    assert 0 < summary.seconds < lines[-1].at
+    assert f"in {present.ops:,} operations" in summary.sentence
+    assert f"(another {told} with another version of the code are left out)" in summary.sentence
+    assert (fields(summary)["ops"], fields(summary)["outdated_ops"]) == (
+        present.ops,
+        done[versions[0]].ops,
+    )
     assert [note for note in summary.notes if note.startswith("policy:mine: ")] == [
         f"policy:mine: {done[versions[0]].ops} operations of before, with another version of its "
         "code, are no part of the verdict"

@@ -414,7 +414,7 @@ def test_the_story_of_a_block_is_its_life_from_the_first_owner_on() -> None:
         "written as step 0 retired at op 2 (retire); "
         "made findable by r0 as row 0 at op 2 (retire); "
         "released by r0 at op 3 (finish); "
-        "evicted (request) at op 4 (evict)."
+        "evicted on request at op 4 (evict)."
     )
 
 
@@ -505,7 +505,7 @@ def test_the_story_of_a_block_on_the_host_tells_what_transfers_and_evictions_did
         "transfer 1, store ended, cancelled at op 8 (complete); "
         "being filled from device block 1 by transfer 2, store at op 9 (offload); "
         "transfer 2, store ended, completed at op 10 (complete); "
-        "evicted (request) at op 12 (evict)."
+        "evicted on request at op 12 (evict)."
     )
 
 
@@ -557,7 +557,7 @@ def test_a_passing_replay_records_what_happened_only_when_asked() -> None:
     [
         ("release-keeps-last-block", ["given to r", "gave back blocks", "as row"]),
         ("shared-block-released-twice", ["given to r", "released by r", "reference count of"]),
-        ("evict-takes-a-live-block", ["given to r", "made findable", "evicted (request)"]),
+        ("evict-takes-a-live-block", ["given to r", "made findable", "evicted on request"]),
         ("copy-misses-last-token", ["reads position", "as a copy of block", "given to r"]),
         ("adapter-not-in-key", ["given to r", "prefix hit", "another prefix"]),
         ("releases-ignore-steps-in-flight", ["given to r", "to be written by r", "released by r"]),

@@ -139,6 +139,7 @@ def test_a_faulty_cache_fails_and_is_told(pytester: pytest.Pytester) -> None:
     assert len(out.splitlines()) < 50
     told = properties_of(pytester.path / "junit.xml")["test_it.test_cache"]
     assert (told["kvproof.verdict"], told["kvproof.property"]) == ("fail", "REF")
+    assert "kvproof.situations_missed" not in told
     assert told["kvproof.subject"] == LEAKY
     assert told["kvproof.seed"] == "7"
     case = load_case(pytester.path / told["kvproof.case"])
@@ -282,6 +283,24 @@ def test_a_wrong_subject_of_a_test_is_one_line(
     assert lines[start + 1].startswith("kvproof: ")
     assert complaint in lines[start + 1]
     assert "short test summary" in lines[start + 2]
+
+
+@pytest.mark.parametrize(
+    ("budget", "told"),
+    [
+        ("seconds=1, runs=5", "not both of seconds= and runs="),
+        ("second=1", "not second"),
+    ],
+)
+def test_a_wrong_budget_of_a_test_is_one_line(
+    pytester: pytest.Pytester, budget: str, told: str
+) -> None:
+    pytester.makepyfile(f"def test_it(kvproof_check):\n    kvproof_check({MINE!r}, {budget})\n")
+    result = run(pytester)
+    result.assert_outcomes(failed=1)
+    takes = "kvproof: kvproof_check takes seconds=, or runs=, and seed=; "
+    result.stdout.fnmatch_lines(takes + told)
+    assert "Error" not in result.stdout.str()
 
 
 def test_what_a_check_imports_is_no_longer_imported_from_here_after_it(

@@ -307,6 +307,48 @@ def test_marked_tokens_differ_where_no_prefix_may_be_shared() -> None:
     assert {*marked(salt=1)}.isdisjoint(marked())
 
 
+class RunsOut(Exception):
+    pass
+
+
+class Raises(Template):
+    """Says that there is no room by an exception of its own."""
+
+    message = ""
+
+    def admit(self, request: Request) -> int:
+        try:
+            return super().admit(request)
+        except Refused:
+            raise RunsOut(self.message) from None
+
+    def publish(self, request: Request) -> None:
+        raise RunsOut("nowhere")
+
+
+class RaisesWords(Raises):
+    message = "no block"
+
+
+def test_what_an_admission_raises_is_told_with_what_it_should_raise() -> None:
+    place = r"\(test_template\.py:\d+, in admit\); where there is no room, raise Refused"
+    for adapter, told in ((Raises, "RunsOut"), (RaisesWords, "RunsOut: no block")):
+        harness = Harness(adapter(Configuration(blocks=2, block_size=4)), audit_interval=1)
+        (violation,) = harness.run((admit(8), admit(8)))
+        assert re.fullmatch(f"admit raised {told} {place}", violation.message)
+    harness = Harness(Raises(Configuration(blocks=2, block_size=4)), audit_interval=1)
+    (violation,) = harness.run((admit(8), Launch(), Retire()))
+    assert violation.message.endswith("in publish)")
+
+
+def test_words_that_no_adapter_keeps_need_not_be_written() -> None:
+    class Says(Template):
+        semantics = Semantics(release_order="any")
+
+    expected = Semantics(release_order="any", fences_releases=False, slots=False, swaps=False)
+    assert Says.semantics == expected
+
+
 # -- the page --------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).parent.parent

@@ -529,7 +529,7 @@ row(
     "VALID",
     [*STORED, Finish(0), Evict(1, "host")],
     change(SlotsEvicted, keys=[KEY]),
-    "host block 1 is evicted (request), but nothing is findable there under key 61206b6579",
+    "host block 1 is evicted on request, but nothing is findable there under key 61206b6579",
     "host",
     1,
 )
@@ -608,7 +608,7 @@ row(
     "ORDER",
     [*STORED, Finish(0), Evict(1, "host")],
     change(SlotsEvicted, slots=[0], keys=[FIRST]),
-    "host block 0 was evicted (request), but block 1",
+    "host block 0 was evicted on request, but block 1",
     "host",
     0,
 )

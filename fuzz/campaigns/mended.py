@@ -45,11 +45,13 @@ def put_mended_aside(store: Store, targets: Iterable[Target]) -> list[str]:
 
 
 def _judged(finding: FindingRecord, case: Path, replayer: Replayer) -> Judged | None:
-    """What a replay shows, if it can show anything; a checker that stumbles shows nothing.
-
-    What has no kinds did not fail in a replay when it was found either.
-    """
-    if finding.property in UNREPLAYED or not finding.kinds or not case.is_file():
+    """What a replay shows, if it can show anything; a checker that stumbles shows nothing."""
+    if finding.property in UNREPLAYED or not _is_replayed(finding) or not case.is_file():
         return None
     require_subject(load_case(case), case, finding.subject)
     return replayer.judge(case)
+
+
+def _is_replayed(finding: FindingRecord) -> bool:
+    """Operations without kinds did not fail in a replay when they were found either."""
+    return bool(finding.kinds) or not finding.operations

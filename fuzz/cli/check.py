@@ -20,7 +20,7 @@ from kvproof.fuzz.cli.output import (
     fresh_seed,
     print_json,
     progress_bar,
-    replay_command,
+    show_files,
     show_verdict,
     table,
     violation_fields,
@@ -33,6 +33,7 @@ from kvproof.invariants.errors import InputError
 from kvproof.invariants.goals import Goal
 from kvproof.invariants.scheduling.vocabulary import Promises
 from kvproof.invariants.subject import Configuration
+from kvproof.invariants.verdict import counted, tallied
 from kvproof.stateful_tests.subjects import SUBJECT_NAMES, VLLM_SCHEDULERS, subject_factory
 from kvproof.stateful_tests.subjects.policies import (
     EVICTION_POLICIES,
@@ -138,7 +139,8 @@ def _fields(report: Report, goals: tuple[Goal, ...]) -> dict[str, object]:
     violations = []
     if finding is not None:
         case = str(finding.files[0]) if finding.files else None
-        violations = [violation_fields(finding.violation, finding.explanation, case)]
+        told = (finding.violation, finding.explanation, case, finding.unwritten)
+        violations = [violation_fields(*told)]
     return {
         "verdict": report.verdict,
         "reasons": list(report.reasons),
@@ -163,6 +165,10 @@ def _show(report: Report, goals: tuple[Goal, ...]) -> None:
     total = report.total
     rows = [(kind, c["done"], c["refused"], c["skipped"]) for kind, c in total.operations.items()]
     table("Operations", ("kind", "done", "refused", "skipped"), rows)
+    above = sum([sum(counts.values()) for counts in total.operations.values()])
+    if above < total.ops:
+        below = tallied(total.ops - above, "operation")
+        console.print(f"  and {below} of the cache below the scheduler, which are counted as well")
     meanings = "  ".join([f"{name} {runs:,}" for name, runs in sorted(total.meanings.items())])
     console.print(f"[bold]Runs, by what becomes of KV without room[/]  {meanings}", markup=True)
     if report.finding is None:  # a run that ended early at a violation has missed a lot
@@ -188,14 +194,17 @@ def _show_promises(subject: str) -> None:
 
 
 def _hint(subject: str) -> str:
-    """A fault that shows in what was checked."""
+    """A fault that shows in what was checked; what is not kvproof's, one has to break oneself."""
     family, _, policy = subject.partition(":")
     if family == "eviction":
         return f"kvproof check --policy {quote(policy)} --fault no-copy-on-write"
     if family == "scheduler":
         fault = "finished-request-keeps-its-blocks"
         return f"kvproof check --policy {quote(policy)} --fault {fault}"
-    return "kvproof check --fault no-copy-on-write"
+    if family == "engine":
+        return "kvproof check --fault no-copy-on-write"
+    truth = f"kvproof conformance --subject {quote(subject)}"
+    return f"break it, as docs/pytest.md does.  That the adapter tells the truth: {truth}"
 
 
 def _show_goals(report: Report, goals: tuple[Goal, ...]) -> None:
@@ -219,13 +228,10 @@ def _show_finding(finding: Finding) -> None:
     ops = len(finding.case.operations)
     shrunk = f", shrunk to {ops}" if ops < finding.found_ops else ""
     console.print(
-        f"Found by the {finding.driver} in a run of {finding.found_ops} operations{shrunk}."
+        f"Found by the {finding.driver} in a run of {counted(finding.found_ops, 'operation')}"
+        f"{shrunk}."
     )
-    for path in finding.files:
-        console.print(f"  written: {path}", markup=False)
-    if finding.files:
-        command = replay_command(finding.files[0], finding.case.subject)
-        console.print(f"  replay:  {command}", markup=False)
+    show_files(finding.files, finding.unwritten, finding.case.subject)
 
 
 def _show_summary(report: Report) -> None:
@@ -237,7 +243,7 @@ def _show_summary(report: Report) -> None:
     ]
     show_verdict(
         report.verdict,
-        f"{report.subject}: {total.ops:,} operations in {total.runs:,} runs, "
+        f"{report.subject}: {tallied(total.ops, 'operation')} in {tallied(total.runs, 'run')}, "
         f"{total.seconds:.1f} s ({', '.join(speeds)}), seed {report.seed}",
     )
     if report.verdict == "unknown":
@@ -249,5 +255,6 @@ def _show_summary(report: Report) -> None:
             "  No property was violated, every operation kind that the subject offers succeeded, "
             "and each situation that is not rare was reached.\n"
             "  What the checks say: kvproof invariants.  That they can fail: "
-            + _hint(report.subject)
+            + _hint(report.subject),
+            markup=False,
         )

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import msgspec
 import typer
 from rich.markup import escape
 
-from kvproof.fuzz.cli.output import EXIT_CODES, JsonOption, console, print_json
+from kvproof.fuzz.cli.output import (
+    EXIT_CODES,
+    JsonOption,
+    console,
+    print_json,
+    replay_command,
+    writable_file,
+)
 from kvproof.fuzz.conformance import RUNS, Examination, examine
-from kvproof.invariants.case import dump_case
+from kvproof.invariants.case import dump_case, save_case
 from kvproof.stateful_tests.subjects import subject_factory
 
 
@@ -20,6 +29,9 @@ def conformance(
     ],
     runs: Annotated[int, typer.Option(min=1, help="Drawn runs; each is done twice.")] = RUNS,
     seed: Annotated[str, typer.Option(help="Where random choices start.")] = "conformance",
+    out: Annotated[
+        Path | None, typer.Option(help="File for the run that shows the lie: a case.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find out whether an adapter lies: about tables, events, answers, or what it declares.
@@ -29,11 +41,15 @@ def conformance(
 
     Example: [bold]kvproof conformance --subject my_engine.kv:MyCache[/]
     """
-    result = examine(subject_factory(subject), runs=runs, seed=seed)
+    if out is not None:
+        writable_file(out)
+    result = examine(subject_factory(subject), runs=runs, seed=seed, subject=subject)
+    if out is not None and result.told is not None and result.told.case is not None:
+        save_case(result.told.case, out)
     if as_json:
         print_json(_fields(subject, result))
     else:
-        _tell(subject, result)
+        _tell(subject, result, out)
     if result.told is not None:
         raise typer.Exit(EXIT_CODES["fail"])
 
@@ -50,7 +66,7 @@ def _fields(subject: str, result: Examination) -> dict[str, object]:
     }
 
 
-def _tell(subject: str, result: Examination) -> None:
+def _tell(subject: str, result: Examination, out: Path | None) -> None:
     told, found = result.told, result.violation
     if told is None:
         console.print(
@@ -60,9 +76,20 @@ def _tell(subject: str, result: Examination) -> None:
     else:
         console.print(f"[bold red]FAIL[/] {escape(subject)} does not tell the truth about")
         console.print(str(told), markup=False)
+        if told.case is not None:
+            _tell_replay(subject, out)
     if found is not None:
         console.print(
             f"The engine itself is another matter: {found.property}, {found.message}.  See "
-            f"kvproof check --subject {subject}",
+            f"kvproof check --subject {quote(subject)}",
             markup=False,
         )
+
+
+def _tell_replay(subject: str, out: Path | None) -> None:
+    """A replay shows what was done; whether that is told as it is, only this command judges."""
+    kept = out or Path("case.json")
+    if out is None:
+        console.print(f"  keep the run:  --out {kept}", markup=False)
+    command = replay_command(kept, subject)
+    console.print(f"  what was done, line by line:  {command}", markup=False)

@@ -40,6 +40,7 @@ from kvproof.fuzz.cli.output import (
     table,
     writable_folder,
 )
+from kvproof.fuzz.cli.report import INSTALL_REPORT, missing_for_report
 from kvproof.fuzz.report.chart import duration
 from kvproof.fuzz.report.fields import fields
 from kvproof.fuzz.report.summary import MergedFinding, Summary, may_import, summarise
@@ -335,8 +336,7 @@ def _say_where_it_goes_on(before: _Before, to_replay: int) -> None:
 
 
 def _fields(summary: Summary, notes: Sequence[str]) -> dict[str, Any]:
-    told, campaign = fields(summary), summary.campaigns[0]
-    seconds = max([point.at for point in summary.series], default=0.0)
+    told, campaign, seconds = fields(summary), summary.campaigns[0], summary.seconds
     return {
         **told,
         "notes": [*told["notes"], *notes],
@@ -376,7 +376,15 @@ def _show(summary: Summary, notes: Sequence[str], out: Path, found_before: Colle
             console.print(f"  because {reason}", markup=False)
         if len(summary.reasons) > _SHOWN_LINES:
             console.print(f"  … and {len(summary.reasons) - _SHOWN_LINES} more")
-    console.print(f"  a page to read: kvproof report {quote(str(out))}", markup=False)
+    console.print(f"  a page to read: {_report_command(summary, out)}", markup=False)
+
+
+def _report_command(summary: Summary, out: Path) -> str:
+    """What to type; it imports code of the user's only if it is named, and needs an extra."""
+    subjects = [own.subject for own in summary.subjects]
+    named = [f" --subject {quote(own)}" for own in subjects if not may_import(own, ())]
+    needed = f"  (first: {INSTALL_REPORT})" if missing_for_report() else ""
+    return f"kvproof report {quote(str(out))}{''.join(named)}{needed}"
 
 
 def _show_finding(finding: MergedFinding, *, is_earlier: bool) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal, NoReturn, Protocol
 
 import typer
@@ -68,12 +69,18 @@ def print_json(fields: Mapping[str, Any]) -> None:
 
 
 def writable_folder(folder: Path) -> None:
-    """Raise InputError now if findings could not be written there later."""
+    """Raise InputError now if findings could not be written there later.
+
+    That is tried, beside where the folder would be made: rights alone say too little.
+    """
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is not a folder")
     nearest = next(p for p in (folder, *folder.absolute().parents) if p.is_dir())
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise InputError(f"{folder}: cannot be written to")
+    try:
+        with TemporaryDirectory(prefix=".kvproof-", dir=nearest):
+            pass
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written to: {error.strerror}") from None
 
 
 def writable_file(file: Path) -> None:
@@ -120,15 +127,28 @@ def _cell(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def violation_fields(violation: Violation, explanation: str, case: str | None) -> dict[str, object]:
-    """A violation as ``--json`` prints it."""
+def violation_fields(
+    violation: Violation, explanation: str, case: str | None, unwritten: str = ""
+) -> dict[str, object]:
+    """A violation as ``--json`` prints it; ``unwritten``: why there is no case."""
     return {
         "property": violation.property,
         "op": violation.op,
         "message": violation.message,
         "explanation": explanation,
         "case": case,
+        **({"unwritten": unwritten} if unwritten else {}),
     }
+
+
+def show_files(files: Sequence[Path], unwritten: str, subject: str) -> None:
+    """What a finding left behind, and how to run its case again; or why it left nothing."""
+    for path in files:
+        console.print(f"  written: {path}", markup=False)
+    if files:
+        console.print(f"  replay:  {replay_command(files[0], subject)}", markup=False)
+    else:
+        console.print(f"  nothing was written: {unwritten}", markup=False)
 
 
 def replay_command(case: Path, subject: str) -> str:

@@ -28,7 +28,7 @@ from kvproof.invariants.errors import InputError
 from kvproof.invariants.events import Event
 from kvproof.invariants.operations import kind_of
 from kvproof.invariants.story import Moment, explain
-from kvproof.invariants.verdict import Violation
+from kvproof.invariants.verdict import Violation, counted
 from kvproof.stateful_tests.subjects import is_kvproofs_own
 
 SubjectOption = Annotated[
@@ -76,7 +76,8 @@ def replay(
         _print_log(result.moments)
     for index in range(len(result.violations)):
         console.print(_explain(case, result, index), markup=False)
-    show_verdict(result.verdict, f"{result.ops} operations, digest {result.digest}")
+    done = counted(result.ops, "operation")
+    show_verdict(result.verdict, f"{done}, digest {result.digest}")
     if result.problem:
         console.print(f"  because {result.problem}", markup=False)
     if case.violates and case.violates not in [v.property for v in result.violations]:

@@ -30,7 +30,12 @@ def report(
     folders: Annotated[
         list[Path], typer.Argument(help="Folders of campaigns, as kvproof fuzz --out left them.")
     ],
-    out: Annotated[Path, typer.Option(help="The page.")] = Path("report.html"),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The page.", show_default="report.html in the folder, or of several: here"
+        ),
+    ] = None,
     junit: Annotated[
         Path | None, typer.Option(help="A JUnit XML file as well, for the test reports of CI.")
     ] = None,
@@ -64,6 +69,7 @@ def report(
     [bold]kvproof report campaign --policy sched.py:MyPolicy[/]
     """
     _require_extra()
+    out = out or _page_of(folders)
     for file in (out, junit):
         if file is not None:
             writable_file(file)
@@ -78,19 +84,29 @@ def report(
     finish(summary.verdict)
 
 
+INSTALL_REPORT = "pip install 'kvproof[report]' (in a checkout: '.[report]')"
+
+
+def missing_for_report() -> list[str]:
+    """Packages of the extra that are not installed."""
+    return [name for name in ("jinja2", "junitparser") if find_spec(name) is None]
+
+
 def _require_extra() -> None:
-    missing = [name for name in ("jinja2", "junitparser") if find_spec(name) is None]
+    missing = missing_for_report()
     if missing:
-        raise InputError(
-            f"a report needs {' and '.join(missing)}: pip install 'kvproof[report]' (in a "
-            "checkout: '.[report]')"
-        )
+        raise InputError(f"a report needs {' and '.join(missing)}: {INSTALL_REPORT}")
 
 
 def _trusted(named: list[str]) -> frozenset[str]:
     """The subjects meant: a policy may be named as for check, without its family."""
     families = ("", "scheduler:", "eviction:")
     return frozenset(family + name for name in named for family in families)
+
+
+def _page_of(folders: list[Path]) -> Path:
+    """With its campaign, so that it writes over that of no other one."""
+    return (folders[0] if len(folders) == 1 else Path()) / "report.html"
 
 
 def _write(summary: Summary, out: Path, junit: Path | None, trusted: frozenset[str]) -> None:

@@ -20,7 +20,7 @@ from kvproof.fuzz.cli.output import (
     finish,
     print_json,
     progress_bar,
-    replay_command,
+    show_files,
     show_verdict,
     stderr,
     violation_fields,
@@ -49,7 +49,7 @@ from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.story import explain
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Verdict, Violation, merge
-from kvproof.stateful_tests.export import write_finding
+from kvproof.stateful_tests.export import try_to_write_finding
 from kvproof.stateful_tests.subjects.policies import policy_factory
 
 _SECONDS_FOR_REQUESTS, _SECONDS_FOR_OPERATIONS = 10.0, 10.0
@@ -335,6 +335,8 @@ class _Told(msgspec.Struct, frozen=True):
     violation: Violation
     explanation: str
     files: list[Path]
+    unwritten: str
+    """Why there are no files."""
     subject: str
 
 
@@ -409,8 +411,9 @@ def _tell(run: TraceRun, checked: CheckedTrace, out: Path) -> _Told | None:
     result = replay(small, record=True)
     violation = result.violations[0] if result.violations else fewer.violations[0]
     explanation = explain(violation, result.moments, small.configuration.block_size)
-    files = write_finding(small, violation, explanation, out, moments=result.moments)
-    return _Told(violation, explanation, files, small.subject)
+    told = (small, violation, explanation, out)
+    files, why = try_to_write_finding(*told, moments=result.moments)
+    return _Told(violation, explanation, files, why, small.subject)
 
 
 def _shrunk(case: Case) -> Case:
@@ -482,7 +485,8 @@ def _violations(report: _Report) -> list[dict[str, object]]:
     told = report.told
     if told is None:
         return []
-    return [violation_fields(told.violation, told.explanation, str(told.files[0]))]
+    case = str(told.files[0]) if told.files else None
+    return [violation_fields(told.violation, told.explanation, case, told.unwritten)]
 
 
 def _show(reports: Sequence[_Report], verdict: Verdict, written: Sequence[Path]) -> None:
@@ -498,12 +502,7 @@ def _show(reports: Sequence[_Report], verdict: Verdict, written: Sequence[Path])
             console.print(f"{report.name}: {count} requests were refused: {reason}", markup=False)
         if report.told is not None:
             console.print(f"\n{report.name}: {report.told.explanation}\n", markup=False)
-            for path in report.told.files:
-                console.print(f"  written: {path}", markup=False)
-            console.print(
-                f"  replay:  {replay_command(report.told.files[0], report.told.subject)}",
-                markup=False,
-            )
+            show_files(report.told.files, report.told.unwritten, report.told.subject)
     for path in written:
         console.print(f"  written: {path}", markup=False)
     for report in reports:

@@ -33,7 +33,7 @@ from kvproof.invariants.checks import CHECKS
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.goals import Goal
 from kvproof.invariants.scheduling.checks import SCHEDULING_CHECKS
-from kvproof.invariants.verdict import Violation, primary
+from kvproof.invariants.verdict import BEFORE_THE_FIRST, Violation, primary
 from kvproof.stateful_tests.export import violation_mark
 from kvproof.stateful_tests.subjects import is_kvproofs_own
 
@@ -131,7 +131,7 @@ class ShownFinding(Struct, frozen=True):
 
     found: MergedFinding
     seen: str
-    """The operation at which the replay shows the violation; empty where there is no replay."""
+    """At which operation the replay shows the violation; empty where there is no replay."""
     story: Sequence[StoryLine]
     map: BlockMap | None
     remark: str
@@ -157,7 +157,7 @@ def _shown(found: MergedFinding, trusted: Collection[str]) -> ShownFinding:
     mark = violation_mark(record.property)
     steps = [line.removesuffix(mark) for line in lines]
     violation = _violation(result, record.property)
-    last = violation.op if violation is not None else len(steps) - 1
+    last = max(0, violation.op) if violation is not None else len(steps) - 1
     drawn = None
     if case is not None and result is not None:
         drawn = block_map(result.moments, case.configuration.block_size, violation, steps)
@@ -212,9 +212,11 @@ def _violation(result: Replay | None, name: str) -> Violation | None:
 
 
 def _seen(case: Case | None, violation: Violation | None) -> str:
-    if case is None or violation is None or not 0 <= violation.op < len(case.operations):
+    if case is None or violation is None or violation.op >= len(case.operations):
         return ""
-    return f"operation {violation.op}, {source_of(case.operations[violation.op])}"
+    if violation.op < 0:
+        return BEFORE_THE_FIRST
+    return f"at operation {violation.op}, {source_of(case.operations[violation.op])}"
 
 
 def _story(explanation: str, message: str) -> list[StoryLine]:

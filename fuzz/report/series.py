@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
@@ -27,9 +27,30 @@ class Point(Struct, frozen=True):
     """Runs kept in the corpus so far."""
 
 
-def series_of(journals: Sequence[Sequence[Progress]]) -> Iterator[Point]:
+class Slice(Struct, frozen=True):
+    """What one line of a journal tells, and since when it counts."""
+
+    start: float
+    line: Progress
+
+
+def slices(lines: Iterable[Progress]) -> Iterator[Slice]:
+    """Those of a journal; lines of several targets may end together."""
+    start = end = 0.0
+    for line in lines:
+        if line.at > end:
+            start, end = end, line.at
+        yield Slice(start, line)
+
+
+def seconds_of(journal: Iterable[Slice]) -> float:
+    """How long its slices took."""
+    return sum([end - start for start, end in {(one.start, one.line.at) for one in journal}])
+
+
+def series_of(journals: Sequence[Sequence[Slice]]) -> Iterator[Point]:
     """Shards are added as if they had been started together."""
-    end = max([line.at for lines in journals for line in lines], default=0.0)
+    end = max([one.line.at for journal in journals for one in journal], default=0.0)
     if not end:
         return
     count = max(1, min(POINTS_MAX, int(end / POINT_SECONDS_MIN)))
@@ -37,7 +58,7 @@ def series_of(journals: Sequence[Sequence[Progress]]) -> Iterator[Point]:
     ops = [0.0] * count
     kept = [0] * count
     first_seen: dict[tuple[str, str], int] = {}
-    for start, line in _with_starts(journals):
+    for start, line in [(one.start, one.line) for journal in journals for one in journal]:
         index = _bin(line.at, width, count)
         kept[index] += line.novel
         for transition in line.transitions:
@@ -54,16 +75,6 @@ def series_of(journals: Sequence[Sequence[Progress]]) -> Iterator[Point]:
 
 def _bin(at: float, width: float, count: int) -> int:
     return min(int(at / width), count - 1)
-
-
-def _with_starts(journals: Sequence[Sequence[Progress]]) -> Iterator[tuple[float, Progress]]:
-    """Each line with the time from which it counts; lines of several targets may end together."""
-    for lines in journals:
-        start = end = 0.0
-        for line in lines:
-            if line.at > end:
-                start, end = end, line.at
-            yield start, line
 
 
 def _spread(ops: int, start: float, end: float, width: float, bins: list[float]) -> None:

@@ -23,13 +23,13 @@ from kvproof.fuzz.campaigns.records import (
 )
 from kvproof.fuzz.campaigns.store import Store, read_record
 from kvproof.fuzz.campaigns.targets import KERNELS
-from kvproof.fuzz.report.series import Point, series_of
+from kvproof.fuzz.report.series import Point, Slice, seconds_of, series_of, slices
 from kvproof.fuzz.verdicts import Judgement, judge, reachable_goals
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.goals import Goal
 from kvproof.invariants.operations import TIER_KINDS
 from kvproof.invariants.subject import Configuration, Subject
-from kvproof.invariants.verdict import Verdict, counted, merge
+from kvproof.invariants.verdict import Verdict, counted, merge, tallied
 from kvproof.stateful_tests.subjects import is_kvproofs_own, subject_factory
 from kvproof.stateful_tests.totals import Totals
 
@@ -58,28 +58,24 @@ _Line = TypeVar("_Line", Progress, PassedOver)
 
 
 class TargetSummary(Struct):
-    """What was done on one target, in all folders."""
+    """What was done on one target, in all folders, with the present version of its code."""
 
     target: Target
     totals: Totals = field(default_factory=Totals)
-    present: Totals = field(default_factory=Totals)
-    """Of these, what was done with the present version of the user's code: that is judged."""
     cpu_seconds: float = 0.0
     transitions: Counter[str] = field(default_factory=Counter)
     kept: int = 0
     """Runs that showed something new to their shard."""
     done_twice: int = 0
-
-    @property
-    def outdated(self) -> int:
-        """Operations with another version."""
-        return self.totals.ops - self.present.ops
+    outdated: int = 0
+    """Operations with another version: they say little about this one."""
 
     def add(self, line: Progress, versions: Collection[str]) -> None:
         """``versions``: of the code, as the shards were started last; if empty, any is right."""
+        if versions and line.version not in versions:
+            self.outdated += line.totals.ops
+            return
         self.totals = self.totals.merged(line.totals)
-        if not versions or line.version in versions:
-            self.present = self.present.merged(line.totals)
         self.cpu_seconds += line.cpu_seconds
         self.transitions.update(line.transitions)
         self.kept += line.novel
@@ -130,6 +126,8 @@ class Summary(Struct, frozen=True):
     """Those that no issue is known for come first, then by the time of the first failing run."""
     untriaged: int
     """Failing runs that nobody has looked into when the campaign stopped."""
+    seconds: float
+    """That the shard which ran longest has been running, with the present version of the code."""
     series: tuple[Point, ...]
     conditions: tuple[Conditions, ...]
     """Where its shards ran, each place once."""
@@ -156,10 +154,9 @@ class Summary(Struct, frozen=True):
 
     def _sentence(self) -> str:
         new, known = len(self.new_findings), len(self.findings) - len(self.new_findings)
-        done = f"{self.total.ops:,} operations in {self.total.runs:,} runs"
-        outdated = sum([target.outdated for target in self.targets])
-        if outdated:
-            done += f" ({outdated:,} operations with another version of the code)"
+        done = f"{tallied(self.total.ops, 'operation')} in {tallied(self.total.runs, 'run')}"
+        if self.outdated:
+            done += f" (another {self.outdated:,} with another version of the code are left out)"
         if known:
             done += f", beside {counted(known, 'known issue')}"
         if new:
@@ -178,6 +175,11 @@ class Summary(Struct, frozen=True):
             more = f", and {others} more like it" if others else ""
             return f"{nothing} in {done}, but that proves little: {reason}{more}."
         return f"{nothing} in {done}, and every situation that is not rare was reached."
+
+    @property
+    def outdated(self) -> int:
+        """Operations with another version of the code, which no other figure counts."""
+        return sum([target.outdated for target in self.targets])
 
     @property
     def new_findings(self) -> list[MergedFinding]:
@@ -203,6 +205,7 @@ def summarise(folders: Sequence[Path], trusted: Collection[str] | None = None) -
     subjects = tuple(_subjects(targets, findings, trusted, versions))
     verdicts: list[Verdict] = [subject.verdict for subject in subjects]
     doubts: list[Verdict] = ["unknown"] if lost or unjudged else []
+    journals = [journal for folder in read for journal in _slices(folder, versions)]
     total = Totals()
     for target in targets:
         total = total.merged(target.totals)
@@ -215,7 +218,8 @@ def summarise(folders: Sequence[Path], trusted: Collection[str] | None = None) -
         cpu_seconds=sum([target.cpu_seconds for target in targets]),
         findings=findings,
         untriaged=untriaged,
-        series=tuple(series_of([lines for folder in read for lines in folder.journals.values()])),
+        seconds=max([seconds_of(journal) for journal in journals], default=0.0),
+        series=tuple(series_of(journals)),
         conditions=tuple(
             dict.fromkeys(replace(c, versions=()) for folder in read for c in folder.conditions)
         ),
@@ -307,6 +311,18 @@ def _targets(read: Iterable[_Folder], versions: Mapping[str, set[str]]) -> list[
     return list(targets.values())
 
 
+def _slices(folder: _Folder, versions: Mapping[str, set[str]]) -> Iterator[list[Slice]]:
+    """What each shard did and when; with another version, it is as if it had done nothing."""
+    subject_of = {target.name: target.subject for target in folder.campaign.targets}
+    for lines in folder.journals.values():
+        yield [
+            piece
+            for piece in slices(lines)
+            if not (known := versions.get(subject_of[piece.line.target]))
+            or piece.line.version in known
+        ]
+
+
 def _subjects(
     targets: Sequence[TargetSummary],
     findings: Sequence[MergedFinding],
@@ -319,12 +335,12 @@ def _subjects(
         own = [summary for summary in targets if summary.target.subject == name]
         total = Totals()
         for summary in own:
-            total = total.merged(summary.present)
+            total = total.merged(summary.totals)
         subject, why = _subject(name, trusted)
         if subject is not None and all(summary.target.tiers_share == 0 for summary in own):
             _without_tiers(subject)
         goals = reachable_goals(subject) if subject is not None else ()
-        idle = [summary.target.name for summary in own if not summary.present.runs]
+        idle = [summary.target.name for summary in own if not summary.totals.runs]
         if len(versions.get(name, ())) > 1:
             total.problems.append("its code is not the same on all shards that were run")
         judgement = _judged(subject, total, name in failed, why, idle)

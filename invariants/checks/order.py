@@ -12,7 +12,7 @@ evicts duplicates' children out of that order, see survey R14); orders of other 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 
 from kvproof.invariants.books import GroupBooks
 from kvproof.invariants.events import (
@@ -23,6 +23,7 @@ from kvproof.invariants.events import (
     Event,
     SlotsEvicted,
     TransferStarted,
+    why_evicted,
 )
 from kvproof.invariants.operations import Operation, Promote, Tier
 from kvproof.invariants.orders import Adaptive
@@ -123,7 +124,8 @@ class Order(Check):
                 if group.adaptive is not None:
                     why = f"is before it in the order of ARC: {group.adaptive.describe()}"
                 self.fail(
-                    f"block {block} was evicted ({event.cause}), but block {expected} {why}",
+                    f"block {block} was evicted {why_evicted(event.cause)}, "
+                    f"but block {expected} {why}",
                     group=event.group,
                     block=block,
                 )
@@ -148,8 +150,8 @@ class Order(Check):
                     f": by ARC, {tier.order.describe()}" if isinstance(tier.order, Adaptive) else ""
                 )
                 self.fail(
-                    f"{event.tier} block {slot} was evicted ({event.cause}), but block {expected} "
-                    f"was to go before it{by}",
+                    f"{event.tier} block {slot} was evicted {why_evicted(event.cause)}, "
+                    f"but block {expected} was to go before it{by}",
                     group=event.group,
                     block=slot,
                     tier=event.tier,
@@ -192,12 +194,19 @@ class Order(Check):
         if evicted > max(0, blocks - empty):
             self.fail(
                 f"{evicted} blocks were evicted for the {blocks} that request {request} needs, "
-                f"though {empty} free blocks were empty",
+                f"though {empty} free blocks were empty{self._empty_ones(group)}",
                 group=group.group,
                 block=group.evicting[-1],
                 request=request,
             )
         self.checked += 1
+
+    def _empty_ones(self, group: GroupBooks) -> str:
+        """Some that are free and hold nothing findable."""
+        skipped = group.key_of.keys() | {*self.semantics.reserved, *group.evicting}
+        ids = (b for b, refs in enumerate(group.refs) if not refs and b not in skipped)
+        named = ", ".join(map(str, islice(ids, 4)))
+        return f", such as {named}, and block {group.evicting[-1]} was cached" if named else ""
 
     def _released(self, event: BlocksReleased) -> None:
         request = self.books.known.get(event.request)
@@ -236,10 +245,19 @@ class Order(Check):
             if group.adaptive is not None:
                 by = f"by ARC ({group.adaptive.describe()})"
             self.fail(
-                f"the next victims are blocks {actual[:8]}, but {by} they should be {expected[:8]}",
+                f"the next victims are blocks {actual[:8]}, but {by} they should be {expected[:8]}"
+                f"{self._misplaced(group)}",
                 group=group.group,
                 block=first,
             )
+
+    def _misplaced(self, group: GroupBooks) -> str:
+        """The first empty block that is to be taken only after a cached one, if there is one."""
+        free, cached = self.view.free_blocks(group.group), group.cached_free
+        for before, block in pairwise(free):
+            if before in cached and block not in cached:
+                return f": block {block} holds nothing findable, but stands behind cached {before}"
+        return ""
 
     def _stands(self, tier: TierBooks) -> None:
         expected, actual = list(tier.order), list(self.tiered.victims(tier.tier, tier.group))

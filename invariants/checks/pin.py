@@ -23,6 +23,7 @@ from kvproof.invariants.events import (
     ReleaseFenced,
     SlotsEvicted,
     TransferStarted,
+    why_evicted,
 )
 from kvproof.invariants.operations import Operation, Retire
 from kvproof.invariants.outcomes import Outcome
@@ -71,7 +72,7 @@ class Pin(Check):
         if not held.isdisjoint(event.blocks):
             block = next(b for b in event.blocks if b in held)
             self.fail(
-                f"block {block} was evicted ({event.cause}) while it was held",
+                f"block {block} was evicted {why_evicted(event.cause)} while it was held",
                 group=event.group,
                 block=block,
             )
@@ -131,8 +132,8 @@ class Pin(Check):
         if not busy.isdisjoint(event.slots):
             slot = next(s for s in event.slots if s in busy)
             self.fail(
-                f"{event.tier} block {slot} was evicted ({event.cause}) while a transfer used it "
-                "or a request owned it",
+                f"{event.tier} block {slot} was evicted {why_evicted(event.cause)} "
+                "while a transfer used it or a request owned it",
                 group=event.group,
                 block=slot,
                 tier=event.tier,

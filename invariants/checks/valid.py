@@ -45,6 +45,7 @@ from kvproof.invariants.operations import (
 )
 from kvproof.invariants.outcomes import Outcome, Status
 from kvproof.invariants.property import Check, Claim, EventHandler
+from kvproof.invariants.shadow import Shadow
 
 
 class Valid(Check):
@@ -205,12 +206,22 @@ class Valid(Check):
                 if shadow.last_tag(block) != tag:
                     self.fail(
                         f"block {block} is findable as row {row} of request {request.id}, but "
-                        "no step has written it",
+                        f"no step has written it{self._missing(shadow, block, request, row)}",
                         group=group.group,
                         block=block,
                         request=request.id,
                     )
                     return
+
+    def _missing(self, shadow: Shadow, block: int, request: RequestModel, row: int) -> str:
+        """Which positions of the row the block does not hold, unless it holds none of them."""
+        start, end = row * self.block_size, (row + 1) * self.block_size
+        held = shadow.content[block * self.block_size : (block + 1) * self.block_size]
+        pairs = zip(range(start, end), held, strict=True)
+        missing = [str(position) for position, tag in pairs if tag != request.tags[position]]
+        if len(missing) == self.block_size:
+            return ""
+        return f" whole: its positions {start} to {end - 1} lack {', '.join(missing)}"
 
     def concludes(self, kind: type[Operation], status: Status) -> bool:
         # Elsewhere what is computed is findable long before.

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvproof.invariants.books import GroupBooks
-from kvproof.invariants.events import BlocksReused, SlotsEvicted, TierReopened, TransferEnded
+from kvproof.invariants.events import (
+    BlocksReused,
+    SlotsEvicted,
+    TierReopened,
+    TransferEnded,
+    why_evicted,
+)
 from kvproof.invariants.operations import Corrupt, Operation, Reset, Tier
 from kvproof.invariants.property import Check
 from kvproof.invariants.slot_books import TierBooks
@@ -36,8 +42,8 @@ class Below:
                 self._fail(
                     tier,
                     slot,
-                    f"{tier.tier} block {slot} is evicted ({event.cause}), but nothing is findable "
-                    f"there under key {key.hex()[:12]}…",
+                    f"{tier.tier} block {slot} is evicted {why_evicted(event.cause)}, "
+                    f"but nothing is findable there under key {key.hex()[:12]}…",
                 )
         if event.cause == "corrupt":
             self._drop(tier, list(event.slots))

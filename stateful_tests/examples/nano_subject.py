@@ -21,11 +21,8 @@ class NanoSubject(Adapter):
     semantics = Semantics(
         reserved=(),
         eviction_order="any",
-        fences_releases=False,
         oldest_first=False,
         runs_ahead=False,
-        slots=False,
-        swaps=False,
     )
     scheduler_class = Scheduler
     manager_class = BlockManager

@@ -22,9 +22,6 @@ class Template(Adapter):
         release_order="tail_first",
         eviction_order="lru",
         exact_admission=True,
-        fences_releases=False,
-        slots=False,
-        swaps=False,
     )
 
     def __init__(self, configuration: Configuration) -> None:

@@ -148,22 +148,35 @@ def is_kvproofs_own(name: str) -> bool:
 def _imported(module: str, attribute: str, name: str) -> SubjectFactory:
     from kvproof.stateful_tests.subjects.policies import user_module
 
+    if module.endswith(".py") or "/" in module:
+        path = module.removesuffix(".py").removeprefix("./").replace("/", ".")
+        raise InputError(
+            f"subject {name!r} is a file: MODULE:CLASS is wanted, as Python imports it from here, "
+            f"perhaps {path}:{attribute}"
+        )
     try:
         factory: SubjectFactory = getattr(user_module(module), attribute)
-        subject = factory(Configuration())
-    except Exception as error:  # whatever the user's module does when imported or called
+    except Exception as error:  # whatever the user's module does when imported
         raise InputError(
             f"subject {name!r} cannot be imported: {type(error).__name__}: {error}"
         ) from None
+    try:
+        subject = factory(Configuration())
+    except Exception as error:  # whatever the user's class does when called
+        raise InputError(
+            f"subject {name!r} cannot be made of a Configuration: {type(error).__name__}: {error} "
+            f"(is it a subject? {_SEE})"
+        ) from None
     lacking = [member for member in _MEMBERS if not hasattr(subject, member)]
     if lacking:
-        raise InputError(f"subject {name!r} lacks {', '.join(lacking)}: see Subject")
+        raise InputError(f"subject {name!r} lacks {', '.join(lacking)}: {_SEE}")
     unknown = set(subject.capabilities) - set(ALL_KINDS)
     if unknown:
         raise InputError(f"subject {name!r} has unknown capabilities: {', '.join(unknown)}")
     return factory
 
 
+_SEE = "see docs/adapters.md"
 _MEMBERS = (
     "name",
     "semantics",

@@ -26,7 +26,7 @@ from itertools import count
 from typing import Any
 
 from kvproof.invariants.subject import Configuration
-from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
+from kvproof.stateful_tests.subjects.errors import unavailable
 
 SUPPORTED = "0.5.23"
 """The version whose internals the adapter knows."""
@@ -40,24 +40,17 @@ _SIGNATURE = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 @lru_cache(maxsize=1)
 def load_sglang() -> Sglang:
     """Import SGLang, once per process; raises SubjectUnavailable where that cannot be."""
+    needed = (NAME, "SGLang", SUPPORTED, "sglang-env")
     try:
         found = version("sglang")
     except PackageNotFoundError:
-        raise SubjectUnavailable(
-            f"the subject {NAME} needs SGLang {SUPPORTED}, which is not installed: "
-            "see requirements-sglang.txt"
-        ) from None
+        raise unavailable(*needed, "which is not installed") from None
     if found != SUPPORTED:
-        raise SubjectUnavailable(
-            f"the subject {NAME} needs SGLang {SUPPORTED}, but {found} is installed"
-        )
+        raise unavailable(*needed, f"but {found} is installed")
     try:
         return Sglang()
     except ImportError as error:
-        raise SubjectUnavailable(
-            f"the subject {NAME}: SGLang {found} cannot be imported ({error}): "
-            "see requirements-sglang.txt"
-        ) from error
+        raise unavailable(*needed, f"but {found} cannot be imported ({error})") from error
 
 
 class Counter:

@@ -18,7 +18,7 @@ from kvproof.invariants.operations import Arrive
 from kvproof.invariants.prompts import prompt_tokens
 from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.subject import Configuration
-from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
+from kvproof.stateful_tests.subjects.errors import unavailable
 
 if TYPE_CHECKING:
     from transformers.generation.continuous_batching.continuous_api import (
@@ -52,24 +52,17 @@ _TOLERANCE = 1e-9
 def load_transformers() -> Transformers:
     """Import transformers, once per process; raises SubjectUnavailable where that cannot be."""
     supported = ".".join(map(str, SUPPORTED))
+    needed = (NAME, "transformers", supported, "vllm-env")
     try:
         found = version("transformers")
     except PackageNotFoundError:
-        raise SubjectUnavailable(
-            f"the subject {NAME} needs transformers {supported}, which is not installed: "
-            "see requirements-vllm.txt"
-        ) from None
+        raise unavailable(*needed, "which is not installed") from None
     if found.split(".")[:2] != supported.split("."):
-        raise SubjectUnavailable(
-            f"the subject {NAME} needs transformers {supported}, but {found} is installed"
-        )
+        raise unavailable(*needed, f"but {found} is installed")
     try:
         return Transformers()
     except ImportError as error:
-        raise SubjectUnavailable(
-            f"the subject {NAME}: transformers {found} cannot be imported ({error}): "
-            "see requirements-vllm.txt"
-        ) from error
+        raise unavailable(*needed, f"but {found} cannot be imported ({error})") from error
 
 
 class Transformers:

@@ -92,7 +92,7 @@ from kvproof.invariants.prompts import (
 )
 from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.invariants.view import Standing
-from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
+from kvproof.stateful_tests.subjects.errors import unavailable
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -113,24 +113,17 @@ _by_number = attrgetter("number")
 @lru_cache(maxsize=1)
 def load_vllm() -> _Vllm:
     """Import vLLM, once per process; raises SubjectUnavailable where that cannot be."""
+    needed = (NAME, "vLLM", f"{SUPPORTED}x", "vllm-env")
     try:
         found = version("vllm")
     except PackageNotFoundError:
-        raise SubjectUnavailable(
-            f"the subject {NAME} needs vLLM {SUPPORTED}x, which is not installed: "
-            "see requirements-vllm.txt"
-        ) from None
+        raise unavailable(*needed, "which is not installed") from None
     if not found.startswith(SUPPORTED):
-        raise SubjectUnavailable(
-            f"the subject {NAME} needs vLLM {SUPPORTED}x, but {found} is installed"
-        )
+        raise unavailable(*needed, f"but {found} is installed")
     try:
         return _Vllm()
     except ImportError as error:
-        raise SubjectUnavailable(
-            f"the subject {NAME}: vLLM {found} cannot be imported ({error}): "
-            "see requirements-vllm.txt"
-        ) from error
+        raise unavailable(*needed, f"but {found} cannot be imported ({error})") from error
 
 
 class _Vllm:

@@ -53,7 +53,7 @@ def load_offloading() -> _Offloading:
     except ImportError as error:
         raise SubjectUnavailable(
             f"the subject {NAME}: vLLM's offloading cannot be imported ({error}): "
-            "see requirements-vllm.txt"
+            "in a checkout, bash .ci/vllm-env FOLDER makes an environment with it"
         ) from error
 
 

@@ -48,7 +48,7 @@ def load_scheduling() -> _Scheduling:
     except ImportError as error:
         raise SubjectUnavailable(
             f"the subject {NAME}: vLLM's scheduler cannot be imported ({error}): "
-            "see requirements-vllm.txt"
+            "in a checkout, bash .ci/vllm-env FOLDER makes an environment with it"
         ) from error
 
 
