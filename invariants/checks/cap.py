@@ -128,6 +128,7 @@ class Cap(Answers):
             Preempt: self._preempt,
             Fork: self._fork,
             Launch: self._steps.launch,
+            Evict: self._evict,
             Reset: self._reset,
             Retire: self._steps.retire,
             **dict.fromkeys((Withhold, Corrupt, Restart, Slow), self._tiers.answered),
@@ -139,7 +140,6 @@ class Cap(Answers):
                 Grow: self._grow,
                 Decode: self._decode,
                 Reserve: self._reserve,
-                Evict: self._evict,
             }
         if self.semantics.exact_tiers:
             handlers |= dict.fromkeys((Offload, Promote), self._tiers.answered)
@@ -348,8 +348,6 @@ class Cap(Answers):
 
     def _known(self, number: int | None) -> RequestModel | None:
         return None if number is None else self.books.requests.get(number)
-
-    # -- what done operations did -------------------------------------------------------------
 
     # -- what done operations did -------------------------------------------------------------
 

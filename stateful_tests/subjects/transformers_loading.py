@@ -46,6 +46,8 @@ LEAST_PAGE = 4
 UNBOUNDED = 1 << 20
 _VOCABULARY = 64
 _TOLERANCE = 1e-9
+_OF_LOGITS = 1e-6
+"""Tolerance of logits, which the engine rounds to 32 bits."""
 
 
 @lru_cache(maxsize=1)
@@ -124,6 +126,25 @@ class Transformers:
         rows = self.torch.arange(len(tokens))
         expected = self._kv[rows, self.torch.tensor(tokens) % _VOCABULARY]
         wrong = ((kv - expected).abs() > _TOLERANCE).flatten(1).any(1)
+        return int(wrong.nonzero()[0]) if wrong.any() else None
+
+    def misled(self, sequences: Sequence[Sequence[int]], logits: Any) -> int | None:
+        """The first sequence after which the logits are not those that the model computes of it.
+
+        ``logits``: one row for each.  The model computes here without cache and indices, over
+        sequences padded at the end, which causal attention does not see.
+        """
+        torch, lengths = self.torch, list(map(len, sequences))
+        tokens = torch.zeros((len(sequences), max(lengths)), dtype=torch.int64)
+        for row, sequence in enumerate(sequences):
+            tokens[row, : lengths[row]] = torch.tensor(sequence)
+        model, last = self.model.model, torch.tensor(lengths) - 1
+        with torch.no_grad():
+            hidden = model.embed_tokens(tokens)
+            rotation = model.rotary_emb(hidden, position_ids=torch.arange(max(lengths))[None])
+            hidden = model.layers[0](hidden, position_embeddings=rotation)
+            expected = self.model.lm_head(model.norm(hidden[torch.arange(len(lengths)), last]))
+        wrong = ((logits[: len(lengths)] - expected).abs() > _OF_LOGITS).any(1)
         return int(wrong.nonzero()[0]) if wrong.any() else None
 
     def _kv_of_all(self, positions: int) -> Any:

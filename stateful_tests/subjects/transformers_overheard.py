@@ -63,9 +63,6 @@ if TYPE_CHECKING:
     )
     from transformers.generation.continuous_batching.requests import RequestState
 
-CHOICE = 0
-"""What requests sample, see ``sampled_token``: the same at the same place, so that they meet."""
-
 _RETIRE = Retire()
 _by_number = attrgetter("number")
 _OPERATIONS = (
@@ -78,6 +75,10 @@ class Listener(Protocol):
 
     def admission(self, name: str, slots: int) -> Admit:
         """The operation that admits it, with so many slots."""
+        ...
+
+    def choice(self, name: str) -> int:
+        """What the model samples for it."""
         ...
 
     def overheard(self, operation: Operation, name: str | None) -> None:
@@ -337,7 +338,8 @@ class OverheardCache:
         live.tokens += 1
         self._tell_rows(live)
         self._events.append(RequestsDecoded((live.number,)))
-        self._tell(Decode((index,), CHOICE), children=(live.number,))
+        choice = self._listener.choice(live.name)
+        self._tell(Decode((index,), choice), children=(live.number,))
 
     # -- content is found again ----------------------------------------------------------------
 

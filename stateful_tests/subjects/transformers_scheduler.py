@@ -21,20 +21,23 @@ How transformers maps:
 * A request that the engine finds a prefix hit or a parent for holds blocks before it is first run.
   To the scheduler's checks it waits until then (``BlocksHeld``).
 * **A cancellation** takes effect when the next batch is prepared, as the engine's does.
-* **What a client gets** are the outputs that the engine delivers; a token counts when it is there,
-  after the prompt and the tokens before it.
+* **What a client gets** are the outputs that the engine delivers, which have to be its prompt and
+  what was sampled for it.  Two requests at the same place sample the same only if their numbers of
+  arrival are both odd, or both even; a forked one has a number, and so a choice, of its own.
 * Pages have at least 4 tokens; those of an odd number of tokens come in sectors of two.  The limit
   of running requests is ``max_requests_per_batch``, which bounds a step: more may be active.
 * What can never fit the adapter refuses, in place of a client: the engine accepts it, and fails
   later.
 * The keys of transformers know no salts, so prompts share prefixes whatever their salt.
 * The bytes themselves are looked at, too: the KV that a step reads has to be that of the request's
-  tokens (``ForeignKv``).
+  tokens (``ForeignKv``), and the logits that it samples from those that the model computes from
+  these tokens alone, without cache and engine (``ForeignLogits``).
 * Time stands still: figures of time are 0.
 
 Not driven: sliding windows, alone or beside full attention (their tables are rings, which a step's
 tables cannot say), offloading to the host (its memory is pinned, which CPUs have not), asynchronous
-batching (which needs an accelerator), and sampling by the model.
+batching (which needs an accelerator), attention by kernels that take no mask, and the choice of a
+token by its logits.
 
 transformers is imported when the first subject is built, not with this module.
 """
@@ -101,6 +104,10 @@ class ForeignKv(Exception):
     """The model finds bytes that are not its request's."""
 
 
+class ForeignLogits(Exception):
+    """What is sampled from does not follow from the request's tokens."""
+
+
 _WRONG_PLACE = -1
 """No block: a position at another place of its block than its own."""
 
@@ -145,6 +152,11 @@ class TransformersSubject(SchedulerSubject):
         """By name: requests of which further samples were wanted, and are to come."""
         self._preempted: list[int] = []
         """Of the requests that ran, those that the present iteration preempted."""
+        self._logits: Any = None
+        """What the present step samples from, one row for each token."""
+        runner = self.processor.model_runner
+        self._sampler: Callable[[Any, Any], None] = runner._sample
+        runner._sample = self._overhear_logits
         self._clear_cancelled: Callable[[], Any] = self.scheduler.clear_cancelled_requests
         self.scheduler.clear_cancelled_requests = self._cancelled
         self._handlers = {
@@ -159,6 +171,9 @@ class TransformersSubject(SchedulerSubject):
 
     def admission(self, name: str, slots: int) -> Admit:
         return Admit(self.jobs_by_name[name].operation.prompt, slots=slots)
+
+    def choice(self, name: str) -> int:
+        return self.jobs_by_name[name].choice
 
     def overheard(self, operation: Operation, name: str | None) -> None:
         """The engine did this to its cache, for that request."""
@@ -241,9 +256,10 @@ class TransformersSubject(SchedulerSubject):
         self._preempted = []
         self.cache.at_work = True
         items: list[tuple[Job, StepItem]] = []
+        sampling: list[Job] = []
         if self.processor.prepare_next_batch():
             self.processor._generation_step(self.transformers.model)
-            self._sample()
+            sampling = self._sample()
             items = self._items()
         admitted, resumed = self._entered(items)
         if items:
@@ -267,6 +283,7 @@ class TransformersSubject(SchedulerSubject):
         )
         self._iterations += 1
         if items:
+            self._compare_logits(sampling)
             self.cache.retired()
         self.cache.at_work = False
         return Outcome("done", count=sum(self.in_flight.values()))
@@ -296,26 +313,27 @@ class TransformersSubject(SchedulerSubject):
         self.processor.update_batch()
         self.cache.at_work = False
         step, self._step, self.in_flight = self._step, None, {}
-        sampled, finished = self._deliver()
+        sampled, finished, misdelivered = self._deliver()
         for job in finished:
             self._forget(job)
         ended = tuple([job.number for job in finished])
-        self._emit(Completed(step, 0, tuple(sampled), ended))
+        self._emit(Completed(step, 0, tuple(sampled), ended, tuple(misdelivered)))
         self._fork()
         return Outcome("done", count=len(sampled))
 
-    def _deliver(self) -> tuple[list[int], list[Job]]:
-        """Output tokens and ends, as clients get them."""
-        sampled, finished = [], []
+    def _deliver(self) -> tuple[list[int], list[Job], list[int]]:
+        """Output tokens and ends, as clients get them, and who got what is not its own."""
+        sampled, finished, misdelivered = [], [], []
         outputs = self.processor.output_router.output_queue
         while not outputs.empty():
             output = outputs.get()
             job = self.jobs_by_name[output.request_id]
-            new = job.receive(output.prompt_ids, output.generated_tokens)
-            sampled += [job.number] * new
+            sampled += [job.number] * job.receive(output.generated_tokens)
+            if not job.owns(output.prompt_ids, output.generated_tokens):
+                misdelivered.append(job.number)
             if output.is_finished():
                 finished.append(job)
-        return sampled, finished
+        return sampled, finished, misdelivered
 
     def _fork(self) -> None:
         """Requests that are new in the engine's queues are those of further samples."""
@@ -345,13 +363,27 @@ class TransformersSubject(SchedulerSubject):
             for f in found
         ]
 
-    def _sample(self) -> None:
-        """The adapter decides what the model samples."""
-        output_ids, index = self.processor.inputs_and_outputs.output_ids, 0
-        for job, _, _, samples in self._batch():
-            if samples:
-                output_ids[0, index] = job.sample()
-                index += 1
+    def _overhear_logits(self, scores: Any, output_ids: Any) -> None:
+        self._logits = scores[0]
+        self._sampler(scores, output_ids)
+
+    def _sample(self) -> list[Job]:
+        """The adapter decides what the model samples, for these requests in this order."""
+        output_ids = self.processor.inputs_and_outputs.output_ids
+        sampling = [job for job, _, _, samples in self._batch() if samples]
+        for index, job in enumerate(sampling):
+            output_ids[0, index] = job.sample()
+        return sampling
+
+    def _compare_logits(self, sampling: Sequence[Job]) -> None:
+        """What the model samples from are the logits after all tokens of the request."""
+        sequences = [[*job.prompt, *job.sampled[:-1]] for job in sampling]
+        wrong = self.transformers.misled(sequences, self._logits) if sampling else None
+        if wrong is not None:
+            raise ForeignLogits(
+                f"request {sampling[wrong].number} samples position {len(sequences[wrong])} from "
+                "other logits than the model computes from its tokens alone"
+            )
 
     def _items(self) -> list[tuple[Job, StepItem]]:
         """What the step computed of each request, and through which table."""

@@ -12,10 +12,12 @@ from kvproof.invariants.operations import Arrive
 from kvproof.invariants.prompts import sampled_token
 from kvproof.invariants.scheduling.vocabulary import QueueState
 from kvproof.stateful_tests.subjects.transformers_loading import STOP
-from kvproof.stateful_tests.subjects.transformers_overheard import CHOICE
 
 if TYPE_CHECKING:
     from kvproof.stateful_tests.subjects.transformers_scheduler import TransformersSubject
+
+CHOICES = 2
+"""Requests whose numbers differ by it sample the same at the same place: they meet in the cache."""
 
 
 class Job:
@@ -23,6 +25,7 @@ class Job:
 
     __slots__ = (
         "cached",
+        "choice",
         "delivered",
         "displaced",
         "name",
@@ -37,6 +40,8 @@ class Job:
     def __init__(self, number: int, name: str, operation: Arrive, prompt: list[int]) -> None:
         self.number = number
         """Rank of arrival."""
+        self.choice = number % CHOICES
+        """What the model samples for it: not the same for all, or nobody could tell them apart."""
         self.name = name
         self.operation = operation
         self.prompt = prompt
@@ -59,19 +64,18 @@ class Job:
         """The model's next token."""
         position = len(self.prompt) + len(self.sampled)
         stops = len(self.sampled) + 1 == self.operation.output < self.operation.max_tokens
-        self.sampled.append(STOP if stops else sampled_token(CHOICE, position))
+        self.sampled.append(STOP if stops else sampled_token(self.choice, position))
         return self.sampled[-1]
 
-    def receive(self, prompt: list[int], tokens: list[int]) -> int:
-        """How many output tokens the client gets anew; those that are not its own do not count."""
-        right = 0
-        if prompt == self.prompt:
-            while right < len(tokens) and tokens[: right + 1] == self.sampled[: right + 1]:
-                right += 1
-        beyond = max(0, len(tokens) - len(self.sampled))
-        new = max(0, right - self.delivered) + beyond
-        self.delivered = max(self.delivered, right)
+    def receive(self, tokens: list[int]) -> int:
+        """How many output tokens the client gets anew: each delivery has all of them."""
+        new = max(0, len(tokens) - self.delivered)
+        self.delivered += new
         return new
+
+    def owns(self, prompt: list[int], tokens: list[int]) -> bool:
+        """Whether that is its prompt, and what its model sampled first."""
+        return prompt == self.prompt and tokens == self.sampled[: len(tokens)]
 
 
 class TransformersView:

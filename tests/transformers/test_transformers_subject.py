@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -209,6 +210,27 @@ def test_equal_blocks_are_merged_when_both_are_computed() -> None:
     done(run, arrive(6, output=3), arrive(6, output=3))
     (merged,) = events_of(run, Run(1), BlockMerged)
     assert (merged.request, merged.row) == (1, 0)
+    done(run, Run(9))
+
+
+def test_outputs_are_merged_too_where_the_same_was_sampled() -> None:
+    run = harness(blocks=12, budget=18)
+    done(run, *[arrive(6, output=4)] * 3)
+    merged = [(e.request, e.row) for e in events_of(run, Run(1), BlockMerged)]
+    assert merged == [(1, 0), (2, 0)]
+    done(run, Run(1))
+    merged = [(e.request, e.row) for e in events_of(run, Run(1), BlockMerged)]
+    assert merged == [(2, 1)]
+
+
+def test_two_samples_of_one_request_are_not_the_same() -> None:
+    run = harness()
+    done(run, arrive(7, output=3, samples=2), Run(1))
+    first, second = run.subject.jobs.values()
+    assert first.prompt == second.prompt
+    done(run, Run(2))
+    assert len(first.sampled) == len(second.sampled) == 2
+    assert first.sampled != second.sampled
     done(run, Run(9))
 
 
@@ -477,7 +499,53 @@ def forks_one_too_few(original: Original) -> Original:
     return lambda cache, state, names, copies: original(cache, state, names[1:], copies)
 
 
+def shows_everything_to_all(original: Original) -> Original:
+    def build(attention_mask: Any, **lengths: Any) -> None:
+        original(attention_mask=attention_mask, **lengths)
+        attention_mask.zero_()
+
+    return build
+
+
+def hides_the_oldest_key(original: Original) -> Original:
+    def build(attention_mask: Any, **lengths: Any) -> None:
+        original(attention_mask=attention_mask, **lengths)
+        start, end = lengths["cumulative_seqlens_q"][:2]
+        if lengths["cumulative_seqlens_k"][1] > 1:
+            attention_mask[..., start:end, 0] = -1e9
+
+    return build
+
+
+def exchanges_the_logits(original: Original) -> Original:
+    def prepare(places: Any, *arguments: Any, **named: Any) -> None:
+        original(places, *arguments, **named)
+        count = sum(found.has_new_token for found in places.requests_in_batch)
+        places.logits_indices[:count] = places.logits_indices[:count].flip(0)
+
+    return prepare
+
+
+def exchanges_the_outputs_of_equals(original: Original) -> Original:
+    def update(processor: Any) -> None:
+        original(processor)
+        queue, outputs = processor.output_router.output_queue, []
+        while not queue.empty():
+            outputs.append(queue.get())
+        for a, b in pairwise(outputs):
+            if [*map(len, (a.prompt_ids, a.generated_tokens))] == [
+                *map(len, (b.prompt_ids, b.generated_tokens))
+            ]:
+                a.generated_tokens, b.generated_tokens = b.generated_tokens, a.generated_tokens
+        for output in outputs:
+            queue.put(output)
+
+    return update
+
+
 BATCHING = "transformers.generation.continuous_batching"
+PROCESSOR = f"{BATCHING}.continuous_api.ContinuousBatchProcessor"
+IO = f"{BATCHING}.input_outputs"
 ALLOCATOR = f"{BATCHING}.cache_allocators.cache_allocator"
 FULL = f"{BATCHING}.cache_allocators.full_attention.FullAttentionCacheAllocator"
 CACHE = f"{BATCHING}.cache.PagedAttentionCache"
@@ -554,9 +622,39 @@ def test_a_mutant_of_transformers_is_found_and_shrunk(
     assert len(case.operations) <= 12
 
 
+TOKENS, LOGITS = "was given other tokens", "from other logits than the model computes"
+
+
+@pytest.mark.parametrize(
+    ("mutate", "target", "name", "words"),
+    [
+        (exchanges_the_outputs_of_equals, f"{PROCESSOR}.update_batch", "PROGRESS", TOKENS),
+        (shows_everything_to_all, f"{IO}.build_attention_mask", "CRASH", LOGITS),
+        (hides_the_oldest_key, f"{IO}.build_attention_mask", "CRASH", LOGITS),
+        (
+            exchanges_the_logits,
+            f"{IO}.ContinuousBatchingIOs.prepare_batch_tensors",
+            "CRASH",
+            LOGITS,
+        ),
+    ],
+)
+def test_what_is_exchanged_between_requests_is_found_and_shrunk(
+    monkeypatch: pytest.MonkeyPatch,
+    mutate: Callable[[Original], Original],
+    target: str,
+    name: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr(target, mutate(resolve_name(target)))
+    case, violation = caught_and_shrunk(40, {name}, one_output_each)
+    assert violation.property == name
+    assert words in violation.message
+    assert len(case.operations) <= 4
+
+
 # -- what the adapter knows of transformers ------------------------------------------------------
 
-PROCESSOR = f"{BATCHING}.continuous_api.ContinuousBatchProcessor"
 PARAMETERS: dict[str, Sequence[str]] = {
     f"{BATCHING}.continuous_api.ContinuousBatchingManager.__init__": (
         "model", "generation_config", "continuous_batching_config",
@@ -571,6 +669,7 @@ PARAMETERS: dict[str, Sequence[str]] = {
     f"{CACHE}.free_blocks": ("request_id", "no_cache"),
     f"{CACHE}.evict_cached_blocks": (),
     f"{CACHE}.prepare_fork_request": ("src_state", "dst_req_ids", "copy_src_and_dst"),
+    f"{BATCHING}.model_runner.ModelRunner._sample": ("scores", "output_ids"),
     f"{SCHEDULER}.add_waiting_request": ("state",),
     f"{SCHEDULER}.set_request_cancellation": ("request_id",),
     f"{SCHEDULER}.clear_cancelled_requests": (),
@@ -605,6 +704,7 @@ ATTRIBUTES: dict[str, Sequence[str]] = {
     "processor.inputs_and_outputs": (
         "read_index_storage", "write_index_storage", "output_ids",
     ),
+    "processor.model_runner": ("_sample",),
     "processor.output_router": ("output_queue",),
 }  # fmt: skip
 """Of a subject's parts."""
