@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from kvproof.invariants.events import (
     BlocksEvicted,
+    BlocksReleased,
     Event,
     RequestAborted,
     RequestAdmitted,
@@ -79,15 +81,36 @@ class Listener(Protocol):
 class _Told(_Live):
     """A request as the cache's checks know it: of its tokens, those that were given slots."""
 
-    __slots__ = ("told",)
+    __slots__ = ("held", "told")
 
     def __init__(self, number: int, request: Request) -> None:
         super().__init__(number, request)
         self.told: int = request.num_tokens
+        self.held: list[KVCacheBlock] | None = None
+        """The table that it has given back, until that is told."""
 
     @property
     def length(self) -> int:
         return self.told
+
+
+class _Pool(Struct):
+    """A pool as it was at some moment."""
+
+    free_count: int
+    free_blocks: Sequence[int]
+    ref_counts: Sequence[int]
+
+
+class _Given(Struct):
+    """What a request gave back."""
+
+    live: _Told
+    ended: bool
+    """Or preempted."""
+    released: list[int]
+    before: _Pool | None
+    """The pool right before, if it is told later."""
 
 
 class _OverheardView(VllmManagerView):
@@ -96,6 +119,23 @@ class _OverheardView(VllmManagerView):
     def __init__(self, cache: OverheardCache) -> None:
         super().__init__(cache)
         self._cache = cache
+
+    def look(self) -> _Pool:
+        """The pool of now."""
+        refs = list(super().ref_counts(0))
+        return _Pool(super().free_count(0), super().free_blocks(0), refs)
+
+    def free_count(self, group: int) -> int:
+        past = self._cache.past
+        return super().free_count(group) if past is None else past.free_count
+
+    def free_blocks(self, group: int) -> Sequence[int]:
+        past = self._cache.past
+        return super().free_blocks(group) if past is None else past.free_blocks
+
+    def ref_counts(self, group: int) -> Sequence[int]:
+        past = self._cache.past
+        return super().ref_counts(group) if past is None else past.ref_counts
 
     def index(self, group: int) -> Mapping[bytes, Sequence[int]]:
         index, early = super().index(group), self._cache.early
@@ -130,13 +170,15 @@ class OverheardCache(VllmManagerSubject):
         self.semantics = replace(self.semantics, runs_ahead=configuration.run_ahead > 1)
         self.manager = manager
         self._pool = manager.block_pool
-        self._view = _OverheardView(self)
+        self._view: _OverheardView = _OverheardView(self)
+        self.past: _Pool | None = None
+        """The pool as it was when that happened which is being told, if later things did, too."""
         self.early: int | None = None
         """A block that is findable already, by a token that is told with the next operation."""
         self._outcome = SKIPPED
         self._listener = listener
-        self._ending: list[Request] | None = None
-        """While samples are taken in: the requests that these end."""
+        self._untold: list[_Given] | None = None
+        """While samples are taken in: what has been given back since."""
         self.evictions = 0
         self.by_id: dict[str, _Told] = {}
         """By vLLM's name: those that were admitted and are live."""
@@ -162,6 +204,7 @@ class OverheardCache(VllmManagerSubject):
 
     def allocate_slots(self, request: Request, num_new_tokens: int, **more: Any) -> Any:
         """As the manager's; in the scheduler's hands every allocation is for tokens of a step."""
+        self._catch_up()
         free = self._pool.get_num_free_blocks()
         new_blocks = self._allocate_slots(request, num_new_tokens, **more)
         if new_blocks is None:
@@ -230,12 +273,28 @@ class OverheardCache(VllmManagerSubject):
 
     def free(self, request: Request) -> None:
         """As the manager's: the request was preempted, or has ended."""
-        if self._ending is not None:
-            self._ending.append(request)
-            return
         live = self.by_id.get(request.request_id)
         if live is None:  # it was never admitted
             self._free(request)
+            return
+        untold = self._untold
+        before = self._view.look() if untold is not None else None
+        blocks = list(super().table(live))
+        self._free(request)
+        given = _Given(live, request.is_finished(), self._order_of_release(blocks), before)
+        if untold is None:
+            self._tell_given(given)
+            return
+        untold.append(given)
+        live.held = live.held or blocks
+
+    def table(self, live: _Live) -> Sequence[KVCacheBlock]:
+        held = live.held if isinstance(live, _Told) else None
+        return super().table(live) if held is None else held
+
+    def _tell_given(self, given: _Given) -> None:
+        live = given.live
+        if live.number not in self.live:  # it had ended already
             return
         index, among_all = None, list(self.live).index(live.number)
         if live.running:
@@ -243,8 +302,8 @@ class OverheardCache(VllmManagerSubject):
             self.running.remove(live)
         else:
             self.preempted.remove(live)
-        self._released(live, request)
-        if not request.is_finished():
+        self._tell_released_in_order(live, given.released)
+        if not given.ended:
             insort(self.preempted, live, key=_by_number)
             live.running = False
             live.computed = 0
@@ -252,23 +311,27 @@ class OverheardCache(VllmManagerSubject):
             self._events.append(RequestPreempted(live.number))
             self._done(Preempt(0 if index is None else index), live)
             return
-        del self.live[live.number], self.by_id[request.request_id]
-        if index is None or request.status == self._vllm.status.FINISHED_ABORTED:
+        del self.live[live.number], self.by_id[live.request.request_id]
+        if index is None or live.request.status == self._vllm.status.FINISHED_ABORTED:
             self._events.append(RequestAborted(live.number))
             self._done(Abort(among_all), live)
         else:
             self._events.append(RequestFinished(live.number))
             self._done(Finish(index), live)
 
-    def _released(self, live: _Told, request: Request) -> None:
-        blocks = list(self.table(live))
-        self._free(request)
+    def _tell_released_in_order(self, live: _Told, released: list[int]) -> None:
         live.rows = live.rows_published = 0
-        if blocks:
-            self._tell_released(live, 0, blocks)
+        live.held = None
+        if released:
+            self._events.append(BlocksReleased(0, live.number, released))
+        ref_counts = self._view.ref_counts(0)
+        for block in released:
+            if block in self._keys and ref_counts[block] == 0:
+                self._cached_free[block] = None
 
     def reset_prefix_cache(self) -> bool:
         """As the manager's."""
+        self._catch_up()
         cached = list(self._cached_free)
         done: bool = self._reset_prefix_cache()
         if done:
@@ -297,12 +360,23 @@ class OverheardCache(VllmManagerSubject):
     def retire(self, take_in: Callable[[], _Result]) -> _Result:
         """The scheduler takes in the samples of the oldest step.
 
-        What becomes findable by them is the step's; the blocks of requests that they end are given
-        back, and told so, right after: until then nobody asks for blocks.
+        What becomes findable by them is the step's, and is known when all are taken in; requests
+        that they end give their blocks back before that.  So the step is told first, and then who
+        gave back what, each with the pool as it was right after it.
         """
-        self._ending = []
+        self._untold = []
         result = take_in()
-        ending, self._ending = self._ending, None
+        if self._untold is not None:
+            self._tell_retired(self._untold)
+        return result
+
+    def _catch_up(self) -> None:
+        """Blocks may be taken now that were given back, which is to be known before."""
+        if self._untold:
+            self._tell_retired(self._untold)
+
+    def _tell_retired(self, untold: list[_Given]) -> None:
+        self._untold = None
         step = self.steps.popleft()
         self._events.append(StepRetired(step.step))
         for item in step.items:
@@ -311,7 +385,8 @@ class OverheardCache(VllmManagerSubject):
                 live.computed = item.end
                 if self.configuration.prefix_caching:
                     self._tell_published(live, self.table(live))
+        pools = [*[given.before for given in untold], None]
+        self.past = pools[0]
         self._done(_RETIRE, count=len(step.items))
-        for request in ending:
-            self.free(request)
-        return result
+        for given, self.past in zip(untold, pools[1:], strict=True):
+            self._tell_given(given)

@@ -3,8 +3,9 @@
 The scheduler decides by itself; the adapter only plays what is around it, the clients and the
 model.  What it does to its cache is overheard at ``allocate_slots`` and ``free`` of its manager
 (:mod:`kvproof.stateful_tests.subjects.vllm_overheard`), and told as operations of a cache, each at
-the moment when it happens; iterations, samples and ends are told as a scheduler's events.  So
-both floors are checked, as those of kvproof's own.
+the moment when it happens; only what is given back while vLLM takes in a step's samples is told
+after that step, with the pool as it was then.  Iterations, samples and ends are told as a
+scheduler's events.  So both floors are checked, as those of kvproof's own.
 
 How vLLM maps:
 

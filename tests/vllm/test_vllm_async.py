@@ -6,6 +6,7 @@ Needs vLLM 0.33 in an environment of its own: `bash .ci/vllm-env FOLDER`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -63,7 +64,9 @@ def arrive(length: int, source: int = 1, **more: Any) -> Arrive:
     return Arrive((Segment(source, length),), **more)
 
 
-def events_of(harness: SchedulingHarness, operation: AnyOperation, kind: type[Any]) -> list[Any]:
+def events_of(
+    harness: SchedulingHarness, operation: AnyOperation, kind: type[Any] | tuple[type[Any], ...]
+) -> list[Any]:
     harness.perform(operation)
     assert not harness.violations
     return [event for event in harness.last_events if isinstance(event, kind)]
@@ -146,6 +149,39 @@ def test_a_class_of_ones_own_is_an_asynchronous_one() -> None:
     assert subject_factory(name)(Configuration()).name == name
     with pytest.raises(InputError, match="no subclass of vLLM's AsyncScheduler"):
         subject_factory(f"{ASYNC}:fcfs:{module}.scheduler:Scheduler")
+
+
+LOOKING = """
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+
+class Looking(AsyncScheduler):
+    def update_from_output(self, *more):
+        told = super().update_from_output(*more)
+        for outputs in told.values():
+            for output in outputs.outputs:
+                blocks = self.kv_cache_manager.get_block_ids(output.request_id)[0]
+                assert not (output.finish_reason is not None and blocks), "it still holds blocks"
+        return told
+"""
+
+
+def test_it_finds_the_blocks_of_the_ended_free_as_in_plain_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "looking_vllm_scheduler.py").write_text(LOOKING)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert first_failure(f"{ASYNC}:fcfs:looking_vllm_scheduler:Looking", 40) is None
+
+
+def test_a_block_is_completed_as_another_request_ends() -> None:
+    run = harness()
+    for operation in (arrive(2, output=2), arrive(7, 2, output=4), Schedule(), Schedule()):
+        run.perform(operation)
+    run.perform(Retire())
+    told = events_of(run, Retire(), (BlocksPublished, BlocksReleased))
+    assert [type(event) for event in told] == [BlocksPublished, BlocksReleased]
+    assert [event.request for event in told] == [1, 0]
 
 
 # -- the unmodified release, and mutants of it ---------------------------------------------------

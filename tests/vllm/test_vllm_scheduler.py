@@ -16,16 +16,25 @@ from typing import Any
 import pytest
 
 from kvproof.fuzz.cli.check import _driven, _with_fault
+from kvproof.fuzz.replay import replay
 from kvproof.fuzz.search import abilities, found, run_once, search
 from kvproof.fuzz.shrink import shrink
 from kvproof.fuzz.swarm import draw_run
-from kvproof.invariants.case import Case
+from kvproof.invariants.case import Case, load_case
 from kvproof.invariants.errors import InputError
-from kvproof.invariants.events import Event, StepLaunched
+from kvproof.invariants.events import (
+    BlocksEvicted,
+    BlocksReleased,
+    Event,
+    RequestFinished,
+    StepLaunched,
+    StepRetired,
+)
 from kvproof.invariants.operations import (
     Abort,
     AnyOperation,
     Arrive,
+    Reset,
     Retire,
     Run,
     Schedule,
@@ -100,6 +109,12 @@ def test_keys_of_what_a_preempted_request_never_computed_stay_findable() -> None
     assert story.endswith("released by r0 at op 3 (run).")
 
 
+def test_the_case_that_the_findings_name_shows_it() -> None:
+    case = load_case(Path(__file__).parent / "known" / "published_and_preempted.json")
+    (violation, *_) = replay(case).violations
+    assert (violation.property, violation.op, violation.block) == ("VALID", 3, 9)
+
+
 def test_the_same_with_the_policy_fcfs_is_right() -> None:
     run = harness("fcfs")
     assert not run.run(V1_OPERATIONS)
@@ -170,6 +185,18 @@ def test_a_second_request_hits_the_prefix_of_the_first() -> None:
     (scheduled,) = events_of(run, Schedule(), Scheduled)
     assert [part.tokens for part in scheduled.parts] == [1]
     assert run.subject.state_view.metrics()["prefix_cache_hits"] == 8
+
+
+def test_requests_that_end_together_give_back_their_blocks_one_after_the_other() -> None:
+    run = harness(block_size=2)
+    for operation in (arrive(2, output=2), arrive(4, output=2), Run(1), Schedule()):
+        run.perform(operation)
+    retired, first, _, second, _, _ = events_of(run, Retire(), Event)
+    assert isinstance(retired, StepRetired)
+    assert (first.request, second.request) == (0, 1)
+    assert first.blocks[-1] == second.blocks[-1]
+    run.perform(Reset())
+    assert not run.audit()
 
 
 def test_salts_separate() -> None:
@@ -261,6 +288,23 @@ class Overtaking(Scheduler):
         self.waiting.rotate(1)
 
 
+class Looking(Scheduler):
+    def update_from_output(self, *more):
+        told = super().update_from_output(*more)
+        for outputs in told.values():
+            for output in outputs.outputs:
+                blocks = self.kv_cache_manager.get_block_ids(output.request_id)[0]
+                assert not (output.finish_reason is not None and blocks), "it still holds blocks"
+        return told
+
+
+class Resetting(Scheduler):
+    def update_from_output(self, *more):
+        told = super().update_from_output(*more)
+        assert self.requests or self.reset_prefix_cache(), "blocks are in use"
+        return told
+
+
 class Other:
     pass
 """
@@ -281,6 +325,32 @@ def test_a_scheduler_class_of_the_users_is_checked_in_the_same_way() -> None:
     case, violation = caught_and_shrunk(f"{name}Overtaking", 100, {"FCFS"})
     assert "first come, first served is promised" in violation.message
     assert len(case.operations) <= 5
+
+
+@pytest.mark.usefixtures("own")
+def test_it_finds_the_blocks_of_the_ended_free_as_in_plain_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "vllm:scheduler:fcfs:own_vllm_scheduler:Looking"
+    assert first_failure(name, 40) is None
+    late = frees_the_finished_with_the_next_iteration(resolve_name(f"{SCHEDULER}._free_blocks"))
+    monkeypatch.setattr(f"{SCHEDULER}._free_blocks", late)
+    failure = first_failure(name, 40)
+    assert failure is not None
+    assert "it still holds blocks" in failure[1].message
+
+
+@pytest.mark.usefixtures("own")
+def test_what_it_does_with_them_at_once_is_told_after_they_are_free() -> None:
+    name = "vllm:scheduler:fcfs:own_vllm_scheduler:Resetting"
+    assert first_failure(name, 40) is None
+    run = harness_for(subject_factory(name)(Configuration(blocks=10, block_size=4)))
+    run.perform(arrive(9))
+    told = events_of(run, Run(1), Event)
+    kinds = [type(event) for event in told]
+    ends = [StepRetired, BlocksReleased, RequestFinished, BlocksEvicted, BlocksEvicted, Completed]
+    assert [kind for kind in kinds if kind in ends] == ends
+    assert not run.audit()
 
 
 def test_vllms_asynchronous_scheduler_is_such_a_class() -> None:
@@ -358,6 +428,23 @@ def keeps_the_blocks_of_the_preempted(original: Original) -> Original:
 def keeps_the_blocks_of_the_finished(original: Original) -> Original:
     def free(scheduler: Any, request: Any) -> None:
         del scheduler.requests[request.request_id]
+
+    return free
+
+
+def frees_the_finished_with_the_next_iteration(original: Original) -> Original:
+    """vLLM does so only where a connector may still write to the blocks; there is none."""
+
+    def free(scheduler: Any, request: Any) -> None:
+        del scheduler.requests[request.request_id]
+        schedule = scheduler.schedule
+
+        def free_and_schedule(*more: Any) -> Any:
+            scheduler._free_request_blocks(request)
+            scheduler.schedule = schedule
+            return schedule(*more)
+
+        scheduler.schedule = free_and_schedule
 
     return free
 
@@ -542,6 +629,7 @@ MUTANTS: tuple[Mutant, ...] = (
         {"BATCH", "METER", "CRASH"},
     ),
     (keeps_the_blocks_of_the_finished, f"{SCHEDULER}._free_blocks", FCFS, {"HOLD"}),
+    (frees_the_finished_with_the_next_iteration, f"{SCHEDULER}._free_blocks", FCFS, {"HOLD"}),
     (remembers_the_finished, f"{SCHEDULER}._free_blocks", FCFS, {"PROGRESS"}),
     (goes_on_where_the_preempted_stood, f"{SCHEDULER}._preempt_request", FCFS, {"FIT", "CAP"}),
     (puts_the_preempted_at_the_end, f"{QUEUE}.prepend_request", FCFS, {"FCFS"}),
