@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +87,16 @@ def test_a_fresh_subject_that_is_wrong_is_found_and_replays(folder: Path) -> Non
 
 
 _PYTEST = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+_POINTS = [point.value for point in entry_points(group="pytest11")]
+_PLUGIN = () if "kvproof.fuzz.pytest_plugin" in _POINTS else ("-p", "kvproof.fuzz.pytest_plugin")
+"""Where kvproof is installed, pytest has it already."""
 
 
 def test_the_plugin_tells_it(folder: Path) -> None:
     (folder / "test_mine.py").write_text(
         "def test_it(kvproof_check):\n    kvproof_check('mine:Mine', runs=5, seed='7')\n"
     )
-    plugin = ("-p", "kvproof.fuzz.pytest_plugin", "-p", "no:cacheprovider")
+    plugin = (*_PLUGIN, "-p", "no:cacheprovider")
     result = run(folder, *plugin, "test_mine.py", code=_PYTEST)
     assert result.returncode == 1
     assert f"{SAID}." in result.stdout
@@ -137,7 +141,7 @@ def test_once_mended_it_is_put_aside(folder: Path) -> None:
         (("fuzz", *_MINE, "--time", "2s", "--out", "/proc/kept/campaign"), _MAIN),
         (
             (
-                *("-p", "kvproof.fuzz.pytest_plugin", "--kvproof", "--kvproof-out", "/proc/kept"),
+                *(*_PLUGIN, "--kvproof", "--kvproof-out", "/proc/kept"),
                 *("--kvproof-subject", "mine:Mine"),
             ),
             _PYTEST,

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from kvproof.fuzz.campaigns.known import Ledger, needs_of, owner_of, words_of
 from kvproof.fuzz.campaigns.records import UNREPLAYED, FindingRecord
 from kvproof.fuzz.campaigns.store import Store, as_text, digest, write_folder
+from kvproof.fuzz.campaigns.targets import KERNELS
 from kvproof.fuzz.replay import replay
 from kvproof.fuzz.search import DETERMINISM, Found
 from kvproof.fuzz.shrink import shrink
@@ -96,7 +97,8 @@ class Triage:
             round(at, 3),
         )
         finding = replace(finding, known=self.ledger.issue_of(finding))
-        write_finding(self._store, finding, case, told.moments)
+        replayable = case if case.subject != KERNELS else None
+        write_finding(self._store, finding, replayable, told.moments)
         return finding
 
 

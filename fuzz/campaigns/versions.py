@@ -58,11 +58,15 @@ def _with_those_beside(file: Path) -> list[Path]:
     if any(part in _INSTALLED for part in folder.parts):
         return [file]
     names = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    loaded = {Path(name).resolve() for name in names if name and name.endswith(".py")}
+    # Some modules name a file that is none, as torch._classes does.
+    loaded = {Path(name).resolve() for name in names if name and Path(name).is_absolute()}
     beside = [
         own
         for own in loaded
-        if own.is_relative_to(folder) and not any(part in _INSTALLED for part in own.parts)
+        if own.suffix == ".py"
+        and own.is_file()
+        and own.is_relative_to(folder)
+        and not any(part in _INSTALLED for part in own.parts)
     ]
     return sorted({file, *beside})
 
