@@ -34,14 +34,12 @@ from __future__ import annotations
 
 from array import array
 from bisect import insort
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import lru_cache
 from hashlib import blake2b
 from io import StringIO
 from itertools import groupby
-from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -52,70 +50,56 @@ from kvproof.invariants.events import (
     BlocksPublished,
     BlocksReleased,
     BlocksReused,
-    Event,
-    RequestAborted,
-    RequestAdmitted,
-    RequestFinished,
     RequestGrown,
     RequestPreempted,
-    RequestResumed,
     RequestsDecoded,
     StepItem,
-    StepLaunched,
     StepRetired,
 )
 from kvproof.invariants.operations import (
     KINDS,
-    Abort,
     Admit,
     Decode,
     Evict,
-    Finish,
     Grow,
     Launch,
     Operation,
     Preempt,
     Reset,
-    Resume,
     Retire,
 )
 from kvproof.invariants.outcomes import (
     BLOCKS_IN_USE,
-    LARGER_THAN_POOL,
     NO_FREE_BLOCKS,
-    NOTHING_TO_RUN,
-    RUN_AHEAD_LIMIT,
     SKIPPED,
-    TOO_MANY_REQUESTS,
     Outcome,
 )
-from kvproof.invariants.prompts import clip_media, prompt_length, prompt_tokens, sampled_tokens
+from kvproof.invariants.prompts import clip_media, prompt_tokens, sampled_tokens
 from kvproof.invariants.subject import Configuration, Semantics
-from kvproof.invariants.view import Standing
 from kvproof.stateful_tests.subjects.sglang_package import NAME, load_sglang
+from kvproof.stateful_tests.subjects.told_cache import (
+    LiveRequest,
+    ToldCache,
+    ToldCacheView,
+    by_number,
+    pick,
+)
 
 _MEDIA_SHIFT = 22
 """Of an item's number in the values of its tokens: an item is shorter than 1 << 22 tokens."""
 
-_by_number = attrgetter("number")
 
+class _Live(LiveRequest):
+    """A live request of SGLang's."""
 
-class _Live:
-    """A live request: SGLang's object, and how far steps have come with it."""
-
-    __slots__ = ("asked", "computed", "epoch", "number", "request", "running", "scheduled")
+    __slots__ = ("asked", "scheduled")
 
     def __init__(self, number: int, request: Any) -> None:
-        self.number = number
-        self.request = request
-        self.running = False
+        super().__init__(number, request)
         self.asked = 0
         """Tokens that it was admitted or resumed with."""
-        self.computed = 0
-        """Tokens that retired steps computed, or that a hit brought …"""
         self.scheduled = 0
-        """… or that steps in flight compute."""
-        self.epoch = 0
+        """Tokens that are computed, or that steps in flight compute."""
 
     @property
     def prompt_length(self) -> int:
@@ -140,11 +124,10 @@ class _Batch(SimpleNamespace):
         return False
 
 
-class SglangRadixView:
+class SglangRadixView(ToldCacheView):
     """SGLang's state as it is; requests, their progress and steps are the adapter's."""
 
-    def __init__(self, subject: SglangRadixSubject) -> None:
-        self._subject = subject
+    _subject: SglangRadixSubject
 
     def free_count(self, group: int) -> int:
         return self._subject.free_pages()
@@ -173,28 +156,11 @@ class SglangRadixView:
             found.setdefault(key, []).append(page)
         return found
 
-    def requests(self) -> Sequence[int]:
-        return list(self._subject.live)
-
-    def standing(self, request: int) -> Standing:
-        found = self._subject.live[request]
-        rows = len(self._subject.table(found))
-        return "running" if found.running else "preempted", found.length, found.computed, (rows,)
-
     def table(self, request: int, group: int) -> Sequence[int]:
         return self._subject.table(self._subject.live[request])
 
-    def steps_in_flight(self) -> Sequence[int]:
-        return [step.step for step in self._subject.steps]
 
-    def metrics(self) -> Mapping[str, int]:
-        return {}
-
-    def request_metrics(self, request: int) -> Mapping[str, int]:
-        return {}
-
-
-class SglangRadixSubject:
+class SglangRadixSubject(ToldCache[_Live]):
     """Drives one RadixCache as SGLang's scheduler would, one operation at a time.
 
     Raises SubjectUnavailable where SGLang 0.5.23 is not installed.
@@ -218,51 +184,22 @@ class SglangRadixSubject:
     )
 
     def __init__(self, configuration: Configuration) -> None:
-        self.configuration = configuration
+        super().__init__(configuration)
         self._sglang = load_sglang()
         self.tree = self._sglang.new_tree(configuration)
         self.allocator = self.tree.token_to_kv_pool_allocator
         self.rows = self.tree.req_to_token_pool
-        self.live: dict[int, _Live] = {}
-        """Live requests by number; numbers count admissions."""
-        self.running: list[_Live] = []
-        """By number, which is the order of first admission."""
-        self.preempted: list[_Live] = []
-        self.steps: deque[StepLaunched] = deque()
-        """In flight, oldest first."""
-        self._events: list[Event] = []
         self._keys: dict[int, bytes] = {}
         """Pages in the tree, and the key under which each was told as published."""
-        self._next_request = 0
-        self._next_step = 0
         self._view = SglangRadixView(self)
-        self._handlers: dict[type[Operation], Callable[[Any], Outcome]] = {
-            Admit: self._admit,
-            Grow: self._grow,
-            Decode: self._decode,
-            Finish: self._finish,
-            Abort: self._abort,
-            Evict: self._evict,
-            Reset: self._reset,
-            Preempt: self._preempt,
-            Resume: self._resume,
-            Launch: self._launch,
-            Retire: self._retire,
-        }
+        self._handlers[Decode] = self._decode
 
     def apply(self, operation: Operation) -> Outcome:
-        handler = self._handlers.get(operation.__class__)
-        if handler is None:
-            return SKIPPED
-        outcome = handler(operation)
+        outcome = super().apply(operation)
         free, running = self.rows.available_size(), len(self.running)
         if free + running != self.configuration.requests:
             raise ValueError(f"{free} rows are free while {running} requests run")
         return outcome
-
-    def drain_events(self) -> Sequence[Event]:
-        events, self._events = self._events, []
-        return events
 
     def view(self) -> SglangRadixView:
         return self._view
@@ -314,24 +251,10 @@ class SglangRadixSubject:
             last[node] = key
         return keys
 
-    def _rows(self, tokens: int) -> int:
-        return -(-tokens // self.configuration.block_size)
-
     # -- admission ---------------------------------------------------------------------------------
 
-    def _admit(self, operation: Admit) -> Outcome:
-        length = prompt_length(operation.prompt)
-        refusal = self._refusal(length)
-        if refusal:
-            return Outcome("refused", refusal)
-        live = _Live(self._next_request, self._new_request(operation))
-        if not self._place(live):
-            return Outcome("refused", NO_FREE_BLOCKS)
-        self._next_request += 1
-        self.live[live.number] = live
-        self.running.append(live)
-        self._events.append(RequestAdmitted(live.number, length, live.computed))
-        return Outcome("done", None, live.number, live.computed)
+    def _new_live(self, number: int, operation: Admit) -> _Live:
+        return _Live(number, self._new_request(operation))
 
     def _new_request(self, operation: Admit) -> Any:
         tokens = array("q", prompt_tokens(operation.prompt, operation.media))
@@ -347,28 +270,6 @@ class SglangRadixSubject:
             cache_salt=f"salt-{operation.salt}" if operation.salt else None,
         )
 
-    def _resume(self, operation: Resume) -> Outcome:
-        live = _pick(self.preempted, operation.request)
-        if live is None:
-            return SKIPPED
-        refusal = self._refusal(live.length)
-        if refusal is None and not self._place(live):
-            refusal = NO_FREE_BLOCKS
-        if refusal:
-            return Outcome("refused", refusal, live.number)
-        self.preempted.remove(live)
-        insort(self.running, live, key=_by_number)
-        self._events.append(RequestResumed(live.number, live.computed))
-        return Outcome("done", None, live.number, live.computed)
-
-    def _refusal(self, length: int) -> str | None:
-        """What SGLang's scheduler checks before it looks at the tree."""
-        if len(self.running) >= self.configuration.requests:
-            return TOO_MANY_REQUESTS
-        if self._rows(length) > self.configuration.blocks:
-            return LARGER_THAN_POOL
-        return None
-
     def _place(self, live: _Live) -> bool:
         """Match and lock the prefix, and take slots for the rest; False if they are not there."""
         request = live.request
@@ -376,7 +277,7 @@ class SglangRadixSubject:
         hits = request.prefix_len // self.configuration.block_size
         # The hits are protected from here on, and do not count as free.
         lock = self.tree.lock(request.last_node)
-        if self._rows(live.length) - hits > self.free_pages():
+        if self._needs(live.length) - hits > self.free_pages():
             self.tree.unlock(lock)
             return False
         request.lock = lock
@@ -433,12 +334,12 @@ class SglangRadixSubject:
             allocate(*arguments)
 
     def _grow(self, operation: Grow) -> Outcome:
-        live = _pick(self.running, operation.request)
+        live = pick(self.running, operation.request)
         if live is None:
             return SKIPPED
         before, tokens = live.length, operation.tokens
-        rows = self._rows(before)
-        if self._rows(before + tokens) - rows > self.free_pages():
+        rows = self._needs(before)
+        if self._needs(before + tokens) - rows > self.free_pages():
             return Outcome("refused", NO_FREE_BLOCKS, live.number)
         live.request.output_ids.extend(sampled_tokens(operation.choice, before, tokens))
         if tokens == 1:
@@ -456,8 +357,8 @@ class SglangRadixSubject:
         if not count:
             return SKIPPED
         lives = [self.running[i] for i in dict.fromkeys(r % count for r in operation.requests)]
-        rows = [self._rows(live.length) for live in lives]
-        needed = sum([self._rows(live.length + 1) for live in lives]) - sum(rows)
+        rows = [self._needs(live.length) for live in lives]
+        needed = sum([self._needs(live.length + 1) for live in lives]) - sum(rows)
         if needed > self.free_pages():
             return Outcome("refused", NO_FREE_BLOCKS)
         for live in lives:
@@ -471,28 +372,6 @@ class SglangRadixSubject:
         return Outcome("done", children=tuple(numbers))
 
     # -- the ways out ------------------------------------------------------------------------------
-
-    def _finish(self, operation: Finish) -> Outcome:
-        live = _pick(self.running, operation.request)
-        if live is None:
-            return SKIPPED
-        return self._end(live, RequestFinished(live.number))
-
-    def _abort(self, operation: Abort) -> Outcome:
-        live = _pick(list(self.live.values()), operation.request)
-        if live is None:
-            return SKIPPED
-        return self._end(live, RequestAborted(live.number))
-
-    def _end(self, live: _Live, event: Event) -> Outcome:
-        if live.running:
-            self._release(live)
-            self.running.remove(live)
-        else:
-            self.preempted.remove(live)
-        del self.live[live.number]
-        self._events.append(event)
-        return Outcome("done", None, live.number)
 
     def _release(self, live: _Live) -> None:
         """The tree keeps what is computed, unless the prompt itself is not."""
@@ -508,7 +387,7 @@ class SglangRadixSubject:
         self._events.append(BlocksReleased(0, live.number, after))
 
     def _preempt(self, operation: Preempt) -> Outcome:
-        live = _pick(self.running, operation.request)
+        live = pick(self.running, operation.request)
         if live is None:
             return SKIPPED
         table = self.table(live)
@@ -521,7 +400,7 @@ class SglangRadixSubject:
             tree_cache=self.tree,
             hisparse_coordinator=None,
         )
-        insort(self.preempted, live, key=_by_number)
+        insort(self.preempted, live, key=by_number)
         live.running = False
         live.computed = live.scheduled = 0
         live.epoch += 1
@@ -548,9 +427,7 @@ class SglangRadixSubject:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def _launch(self, operation: Launch) -> Outcome:
-        if len(self.steps) >= self.configuration.run_ahead:
-            return Outcome("refused", RUN_AHEAD_LIMIT)
+    def _items(self, operation: Launch) -> list[StepItem]:
         left = operation.budget or 1 << 62
         items = []
         for live in self.running:
@@ -559,13 +436,7 @@ class SglangRadixSubject:
                 items.append(StepItem(live.number, live.epoch, start, end, (self.table(live),)))
                 live.scheduled = end
                 left -= end - start
-        if not items:
-            return Outcome("refused", NOTHING_TO_RUN)
-        step = StepLaunched(self._next_step, items)
-        self._next_step += 1
-        self.steps.append(step)
-        self._events.append(step)
-        return Outcome("done", count=sum(item.end - item.start for item in items))
+        return items
 
     def _retire(self, operation: Retire) -> Outcome:
         if not self.steps:
@@ -628,8 +499,3 @@ def _root_key(extra_key: str | None, cache_salt: str | None) -> bytes:
 @lru_cache(maxsize=1 << 16)
 def _page_key(prefix: bytes, tokens: bytes) -> bytes:
     return blake2b(prefix + tokens, digest_size=16).digest()
-
-
-def _pick(candidates: Sequence[_Live], index: int) -> _Live | None:
-    """The k-th candidate, modulo their number."""
-    return candidates[index % len(candidates)] if candidates else None

@@ -33,12 +33,10 @@ from __future__ import annotations
 import logging
 import os
 from bisect import insort
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from kvproof.invariants.events import (
@@ -47,41 +45,27 @@ from kvproof.invariants.events import (
     BlocksPublished,
     BlocksReleased,
     BlocksReused,
-    Event,
-    RequestAborted,
-    RequestAdmitted,
-    RequestFinished,
     RequestGrown,
     RequestPreempted,
-    RequestResumed,
     StepItem,
-    StepLaunched,
     StepRetired,
 )
 from kvproof.invariants.operations import (
     KINDS,
-    Abort,
     Admit,
     Evict,
-    Finish,
     Grow,
     Launch,
     Media,
-    Operation,
     Preempt,
     Reset,
-    Resume,
     Retire,
 )
 from kvproof.invariants.outcomes import (
     BLOCKS_IN_USE,
-    LARGER_THAN_POOL,
     NO_FREE_BLOCKS,
     NOT_LAUNCHED,
-    NOTHING_TO_RUN,
-    RUN_AHEAD_LIMIT,
     SKIPPED,
-    TOO_MANY_REQUESTS,
     Outcome,
 )
 from kvproof.invariants.prompts import (
@@ -91,8 +75,14 @@ from kvproof.invariants.prompts import (
     sampled_tokens,
 )
 from kvproof.invariants.subject import Configuration, Semantics
-from kvproof.invariants.view import Standing
 from kvproof.stateful_tests.subjects.errors import unavailable
+from kvproof.stateful_tests.subjects.told_cache import (
+    LiveRequest,
+    ToldCache,
+    ToldCacheView,
+    by_number,
+    pick,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -103,8 +93,6 @@ SUPPORTED = "0.33."
 """Versions whose internals this adapter knows start so."""
 
 NAME = "vllm:manager"
-
-_by_number = attrgetter("number")
 
 
 # -- vLLM itself -------------------------------------------------------------------------------
@@ -277,26 +265,14 @@ class _Index(Mapping[bytes, Sequence[int]]):
         return tuple(entry) if isinstance(entry, dict) else (entry.block_id,)
 
 
-class _Live:
-    """A live request: vLLM's object, and how much of it events have told so far."""
+class _Live(LiveRequest):
+    """A live request of vLLM's, and how much of it events have told so far."""
 
-    __slots__ = (
-        "computed",
-        "epoch",
-        "number",
-        "request",
-        "rows",
-        "rows_published",
-        "running",
-    )
+    __slots__ = ("rows", "rows_published")
+    request: Request
 
     def __init__(self, number: int, request: Request) -> None:
-        self.number = number
-        self.request = request
-        self.running = False
-        self.computed = 0
-        """Tokens that retired steps computed, or that a hit brought."""
-        self.epoch = 0
+        super().__init__(number, request)
         self.rows = 0
         """Rows of its table that were told as reused or allocated."""
         self.rows_published = 0
@@ -312,11 +288,13 @@ class _Live:
         return length
 
 
-class VllmManagerView:
+class VllmManagerView(ToldCacheView):
     """vLLM's state as it is; requests, their progress and steps are the adapter's."""
 
+    _subject: VllmManagerSubject
+
     def __init__(self, subject: VllmManagerSubject) -> None:
-        self._subject = subject
+        super().__init__(subject)
         self._pool = subject.manager.block_pool
         self._ref_counts = _RefCounts(self._pool.blocks)
 
@@ -335,31 +313,14 @@ class VllmManagerView:
     def index(self, group: int) -> Mapping[bytes, Sequence[int]]:
         return _Index(self._pool.cached_block_hash_to_block._cache)
 
-    def requests(self) -> Sequence[int]:
-        return list(self._subject.live)
-
-    def standing(self, request: int) -> Standing:
-        found = self._subject.live[request]
-        rows = len(self._subject.table(found))
-        return "running" if found.running else "preempted", found.length, found.computed, (rows,)
-
     def table(self, request: int, group: int) -> Sequence[int]:
         return [block.block_id for block in self._subject.table(self._subject.live[request])]
-
-    def steps_in_flight(self) -> Sequence[int]:
-        return [step.step for step in self._subject.steps]
-
-    def metrics(self) -> Mapping[str, int]:
-        return {}
-
-    def request_metrics(self, request: int) -> Mapping[str, int]:
-        return {}
 
 
 # -- the subject -------------------------------------------------------------------------------
 
 
-class VllmManagerSubject:
+class VllmManagerSubject(ToldCache[_Live]):
     """Drives one KVCacheManager as vLLM's scheduler would, one operation at a time.
 
     Raises SubjectUnavailable where vLLM 0.33 is not installed.
@@ -385,18 +346,11 @@ class VllmManagerSubject:
     )
 
     def __init__(self, configuration: Configuration) -> None:
+        super().__init__(configuration)
         vllm = load_vllm()
-        self.configuration = configuration
         self.manager: KVCacheManager = vllm.new_manager(
             configuration, self.semantics.windows or (0,) * self.semantics.groups
         )
-        self.live: dict[int, _Live] = {}
-        """Live requests by number; numbers count admissions."""
-        self.running: list[_Live] = []
-        """By number, which is the order of first admission."""
-        self.preempted: list[_Live] = []
-        self.steps: deque[StepLaunched] = deque()
-        """In flight, oldest first."""
         self._vllm = vllm
         self._pool = self.manager.block_pool
         self._block_hasher = (
@@ -404,34 +358,11 @@ class VllmManagerSubject:
             if configuration.prefix_caching
             else None
         )
-        self._events: list[Event] = []
         self._keys: dict[int, bytes] = {}
         """Findable blocks, and the key under which each was told as published."""
         self._cached_free: dict[int, None] = {}
         """Those of them that nobody holds, in the order of vLLM's queue: what evict takes."""
-        self._next_request = 0
-        self._next_step = 0
         self._view = VllmManagerView(self)
-        self._handlers: dict[type[Operation], Callable[[Any], Outcome]] = {
-            Admit: self._admit,
-            Grow: self._grow,
-            Finish: self._finish,
-            Abort: self._abort,
-            Evict: self._evict,
-            Reset: self._reset,
-            Preempt: self._preempt,
-            Resume: self._resume,
-            Launch: self._launch,
-            Retire: self._retire,
-        }
-
-    def apply(self, operation: Operation) -> Outcome:
-        handler = self._handlers.get(operation.__class__)
-        return handler(operation) if handler else SKIPPED
-
-    def drain_events(self) -> Sequence[Event]:
-        events, self._events = self._events, []
-        return events
 
     def view(self) -> VllmManagerView:
         return self._view
@@ -444,49 +375,13 @@ class VllmManagerSubject:
         return tables[0]
 
     def _needs(self, tokens: int) -> int:
-        """Blocks for so many tokens."""
-        return -(-tokens // self.configuration.block_size) * self.semantics.groups
+        return super()._needs(tokens) * self.semantics.groups
 
     # -- admission ---------------------------------------------------------------------------
 
-    def _admit(self, operation: Admit) -> Outcome:
-        length = prompt_length(operation.prompt)
-        media = clip_media(operation.media, length)
-        refusal = self._refusal(length)
-        if refusal:
-            return Outcome("refused", refusal)
-        number = self._next_request
-        request = self._vllm.new_request(number, operation, media, self._block_hasher)
-        live = _Live(number, request)
-        if not self._place(live):
-            return Outcome("refused", NO_FREE_BLOCKS)
-        self._next_request += 1
-        self.live[number] = live
-        self.running.append(live)
-        self._events.append(RequestAdmitted(number, length, live.computed))
-        return Outcome("done", None, number, live.computed)
-
-    def _resume(self, operation: Resume) -> Outcome:
-        live = _pick(self.preempted, operation.request)
-        if live is None:
-            return SKIPPED
-        refusal = self._refusal(live.request.num_tokens)
-        if refusal is None and not self._place(live):
-            refusal = NO_FREE_BLOCKS
-        if refusal:
-            return Outcome("refused", refusal, live.number)
-        self.preempted.remove(live)
-        insort(self.running, live, key=_by_number)
-        self._events.append(RequestResumed(live.number, live.computed))
-        return Outcome("done", None, live.number, live.computed)
-
-    def _refusal(self, length: int) -> str | None:
-        """What vLLM's scheduler checks before it asks the manager."""
-        if len(self.running) >= self.configuration.requests:
-            return TOO_MANY_REQUESTS
-        if self._needs(length) > self.configuration.blocks:
-            return LARGER_THAN_POOL
-        return None
+    def _new_live(self, number: int, operation: Admit) -> _Live:
+        media = clip_media(operation.media, prompt_length(operation.prompt))
+        return _Live(number, self._vllm.new_request(number, operation, media, self._block_hasher))
 
     def _place(self, live: _Live) -> bool:
         """Look up the prefix and allocate slots for the rest; False if vLLM has no blocks."""
@@ -511,7 +406,7 @@ class VllmManagerSubject:
         self._tell_blocks(live, hits[0])
 
     def _grow(self, operation: Grow) -> Outcome:
-        live = _pick(self.running, operation.request)
+        live = pick(self.running, operation.request)
         if live is None:
             return SKIPPED
         request = live.request
@@ -536,39 +431,18 @@ class VllmManagerSubject:
 
     # -- the ways out --------------------------------------------------------------------------
 
-    def _finish(self, operation: Finish) -> Outcome:
-        live = _pick(self.running, operation.request)
-        if live is None:
-            return SKIPPED
-        return self._end(live, RequestFinished(live.number))
-
-    def _abort(self, operation: Abort) -> Outcome:
-        live = _pick(list(self.live.values()), operation.request)
-        if live is None:
-            return SKIPPED
-        return self._end(live, RequestAborted(live.number))
-
-    def _end(self, live: _Live, event: Event) -> Outcome:
-        if not live.running:
-            self.preempted.remove(live)
-        elif not live.all_computed:
-            return Outcome("refused", NOT_LAUNCHED, live.number)
-        else:
-            self._release(live)
-            self.running.remove(live)
-        del self.live[live.number]
-        self._events.append(event)
-        return Outcome("done", None, live.number)
+    def _may_leave(self, live: _Live) -> bool:
+        return live.all_computed
 
     def _preempt(self, operation: Preempt) -> Outcome:
-        live = _pick(self.running, operation.request)
+        live = pick(self.running, operation.request)
         if live is None:
             return SKIPPED
         if not live.all_computed:
             return Outcome("refused", NOT_LAUNCHED, live.number)
         self._release(live)
         self.running.remove(live)
-        insort(self.preempted, live, key=_by_number)
+        insort(self.preempted, live, key=by_number)
         live.running = False
         live.request.status = self._vllm.status.PREEMPTED
         live.request.num_computed_tokens = live.computed = 0
@@ -629,22 +503,13 @@ class VllmManagerSubject:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def _launch(self, operation: Launch) -> Outcome:
-        if len(self.steps) >= self.configuration.run_ahead:
-            return Outcome("refused", RUN_AHEAD_LIMIT)
+    def _items(self, operation: Launch) -> list[StepItem]:
         self.manager.new_step_starts()
-        items = [
+        return [
             self._schedule(live)
             for live in self.running
             if live.request.num_computed_tokens < live.request.num_tokens
         ]
-        if not items:
-            return Outcome("refused", NOTHING_TO_RUN)
-        step = StepLaunched(self._next_step, items)
-        self._next_step += 1
-        self.steps.append(step)
-        self._events.append(step)
-        return Outcome("done", count=sum(item.end - item.start for item in items))
 
     def _schedule(self, live: _Live) -> StepItem:
         """One request's part of a step; vLLM counts its tokens as computed from here on."""
@@ -758,11 +623,6 @@ class VllmManagerSubject:
 def _group_of(key: bytes) -> int:
     """The group in which a block is findable: the end of its key."""
     return int.from_bytes(key[-4:], "big")
-
-
-def _pick(candidates: Sequence[_Live], index: int) -> _Live | None:
-    """The k-th candidate, modulo their number."""
-    return candidates[index % len(candidates)] if candidates else None
 
 
 def _take_while_in(wanted: set[int], end: KVCacheBlock, direction: str) -> Iterator[int]:

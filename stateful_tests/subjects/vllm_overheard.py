@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from msgspec import Struct
@@ -42,6 +41,7 @@ from kvproof.invariants.operations import (
 )
 from kvproof.invariants.outcomes import BLOCKS_IN_USE, SKIPPED, Outcome
 from kvproof.invariants.subject import Configuration
+from kvproof.stateful_tests.subjects.told_cache import by_number
 from kvproof.stateful_tests.subjects.vllm_manager import (
     VllmManagerSubject,
     VllmManagerView,
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _RETIRE = Retire()
-_by_number = attrgetter("number")
 _Result = TypeVar("_Result")
 
 
@@ -246,7 +245,7 @@ class OverheardCache(VllmManagerSubject):
             operation = Resume(self.preempted.index(live), end)
             self.preempted.remove(live)
             event = RequestResumed(live.number, cached)
-        insort(self.running, live, key=_by_number)
+        insort(self.running, live, key=by_number)
         live.running = True
         live.computed = cached
         self._tell_blocks(live, hits)
@@ -304,7 +303,7 @@ class OverheardCache(VllmManagerSubject):
             self.preempted.remove(live)
         self._tell_released_in_order(live, given.released)
         if not given.ended:
-            insort(self.preempted, live, key=_by_number)
+            insort(self.preempted, live, key=by_number)
             live.running = False
             live.computed = 0
             live.epoch += 1
