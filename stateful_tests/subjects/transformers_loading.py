@@ -19,6 +19,7 @@ from kvproof.invariants.prompts import prompt_tokens
 from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.subjects.errors import unavailable
+from kvproof.stateful_tests.subjects.overheard_scheduler import STOP
 
 if TYPE_CHECKING:
     from transformers.generation.continuous_batching.continuous_api import (
@@ -32,8 +33,6 @@ SUPPORTED = (5, 24)
 POLICIES = ("fifo", "prefill_first")
 """The schedulers of transformers; the first one is its default."""
 
-STOP = 1 << 30
-"""The token at which requests stop early: no prompt has it, and nothing else samples it."""
 PREFIX = "request-"
 """The names of requests in transformers; their rank of arrival follows."""
 CHILD = "__child#"

@@ -48,20 +48,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvproof.invariants.events import Event, StepItem
+from kvproof.invariants.events import StepItem
 from kvproof.invariants.operations import (
     Abort,
     Admit,
     Arrive,
     Operation,
     Preempt,
-    Retire,
-    Run,
-    Schedule,
 )
 from kvproof.invariants.outcomes import (
-    LARGER_THAN_MODEL,
-    LARGER_THAN_POOL,
     NOTHING_TO_RUN,
     RUN_AHEAD_LIMIT,
     SKIPPED,
@@ -76,10 +71,9 @@ from kvproof.invariants.scheduling.vocabulary import (
     RequestArrived,
     RequestCancelled,
     Scheduled,
-    SchedulerEvent,
 )
 from kvproof.invariants.subject import Configuration
-from kvproof.stateful_tests.subjects.scheduler import SchedulerSubject
+from kvproof.stateful_tests.subjects.overheard_scheduler import OverheardScheduler
 from kvproof.stateful_tests.subjects.transformers_loading import (
     CHILD,
     NAME,
@@ -112,42 +106,32 @@ _WRONG_PLACE = -1
 """No block: a position at another place of its block than its own."""
 
 
-class TransformersSubject(SchedulerSubject):
+class TransformersSubject(OverheardScheduler):
     """Drives one engine as the thread of its manager would, one operation at a time.
 
     Raises SubjectUnavailable where transformers is not installed in a version that is known.
     """
 
     capabilities = frozenset(("arrive", "schedule", "run", "retire", "abort"))
-    cache: Any
-    scheduler: Any
-    state_view: Any
 
     def __init__(self, configuration: Configuration, *, policy: str = POLICIES[0]) -> None:
         self.transformers = load_transformers()
-        self.name = NAME if policy == POLICIES[0] else f"{NAME}:{policy}"
-        self.configuration = fitted(configuration)
+        name = NAME if policy == POLICIES[0] else f"{NAME}:{policy}"
+        super().__init__(name, fitted(configuration), Promises())
         self.processor: Any = self.transformers.new_processor(
             self.configuration, policy, batch=configuration.requests
         )
         self.scheduler = self.processor.scheduler
-        self.cache = OverheardCache(self.configuration, self.processor, listener=self)
-        self.semantics = self.cache.semantics
-        self.promises = Promises()
+        self._overhear(OverheardCache(self.configuration, self.processor, listener=self))
         self.jobs: dict[int, Job] = {}
         """Live requests, by arrival …"""
         self.jobs_by_name: dict[str, Job] = {}
         self.in_flight: dict[str, int] = {}
         """Tokens of the step in flight, by request."""
-        self.admissions = self.resumptions = self.preemptions = self.batch_size = 0
         self.prefix_hits = self.prefix_queries = self.steps = 0
         self.state_view = TransformersView(self)
-        self._perform: Callable[[Operation], Outcome] = self.cache.apply
-        self._hear: Callable[[SchedulerEvent], None] = lambda event: None
-        self._events: list[Event] = []
         self._step: int | None = None
         """In flight."""
-        self._arrivals = self._iterations = 0
         self._sent: dict[str, Job] = {}
         """By name: requests of which further samples were wanted, and are to come."""
         self._preempted: list[int] = []
@@ -159,13 +143,7 @@ class TransformersSubject(SchedulerSubject):
         runner._sample = self._overhear_logits
         self._clear_cancelled: Callable[[], Any] = self.scheduler.clear_cancelled_requests
         self.scheduler.clear_cancelled_requests = self._cancelled
-        self._handlers = {
-            Arrive: self._arrive,
-            Schedule: lambda operation: self._schedule(),
-            Run: self._run,
-            Retire: lambda operation: self._retire(),
-            Abort: self._abort,
-        }
+        self._handlers[Abort] = self._abort
 
     # -- what the cache below overhears --------------------------------------------------------
 
@@ -195,7 +173,7 @@ class TransformersSubject(SchedulerSubject):
 
     def _arrive(self, operation: Arrive) -> Outcome:
         prompt = prompt_length(operation.prompt)
-        refusal = self._never_fits(prompt, max(operation.output, operation.max_tokens))
+        refusal = self._never_fits(operation, prompt)
         if refusal:
             return Outcome("refused", refusal)
         state = self.transformers.new_request(self._arrivals, operation)
@@ -220,12 +198,6 @@ class TransformersSubject(SchedulerSubject):
             )
         )
         return job
-
-    def _never_fits(self, prompt: int, output: int) -> str | None:
-        size, limits = self.configuration.block_size, self.configuration.scheduling
-        if -(-(prompt + output - 1) // size) > self.configuration.blocks:
-            return LARGER_THAN_POOL
-        return LARGER_THAN_MODEL if prompt + output > limits.max_model_tokens else None
 
     def _abort(self, operation: Abort) -> Outcome:
         if not self.jobs:
@@ -306,6 +278,10 @@ class TransformersSubject(SchedulerSubject):
         self.resumptions += len(resumed)
         return tuple(admitted), tuple(resumed)
 
+    @property
+    def _steps_in_flight(self) -> int:
+        return int(self._step is not None)
+
     def _retire(self) -> Outcome:
         if self._step is None:
             return SKIPPED
@@ -345,13 +321,6 @@ class TransformersSubject(SchedulerSubject):
             job = self._join(name, found.operation, found.prompt)
             if name in self.cache.by_name:
                 self._holds(job)
-
-    def _run(self, operation: Run) -> Outcome:
-        for done in range(operation.iterations):
-            outcome = self._schedule()
-            if self._retire().status == "skipped" and outcome.status != "done":
-                return Outcome("done", count=done) if done else outcome
-        return Outcome("done", count=operation.iterations)
 
     # -- the model -----------------------------------------------------------------------------
 

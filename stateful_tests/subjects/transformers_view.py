@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING
 from kvproof.invariants.operations import Arrive
 from kvproof.invariants.prompts import sampled_token
 from kvproof.invariants.scheduling.vocabulary import QueueState
-from kvproof.stateful_tests.subjects.transformers_loading import STOP
+from kvproof.stateful_tests.subjects.overheard_scheduler import CHOICES, NO_COPIES, NO_TIME, STOP
 
 if TYPE_CHECKING:
     from kvproof.stateful_tests.subjects.transformers_scheduler import TransformersSubject
-
-CHOICES = 2
-"""Requests whose numbers differ by it sample the same at the same place: they meet in the cache."""
 
 
 class Job:
@@ -120,7 +117,7 @@ class TransformersView:
         total, free = cache.cache.num_blocks, cache.view().free_count(0)
         block_bytes = configuration.block_size * configuration.kv_bytes_per_token
         running = [job for job in subject.jobs.values() if self._runs(job)]
-        return dict.fromkeys(_OF_TIERS, 0) | {
+        return NO_COPIES | {
             "kv_capacity_bytes": total * block_bytes,
             "kv_bytes_used": (total - free) * block_bytes,
             "kv_blocks_total": total,
@@ -148,28 +145,9 @@ class TransformersView:
 
     def request_metrics(self, request: int) -> Mapping[str, int]:
         job = self._subject.jobs[request]
-        return dict.fromkeys(_TIMES, 0) | {
+        return NO_TIME | {
             "input_tokens": len(job.prompt),
             "cached_tokens": job.cached,
             "allocated_blocks": len(self._subject.cache.allocator.block_table.get(job.name, ())),
             "preemptions": job.preemptions,
         }
-
-
-_OF_TIERS = (
-    "host_offload_bytes",
-    "host_promotions",
-    "stalls",
-    "stall_time_ns",
-    "promotions",
-    "promotion_time_ns",
-    "fetches",
-    "fetch_time_ns",
-    "store_busy_ns",
-    "promote_busy_ns",
-    "demote_busy_ns",
-    "fetch_busy_ns",
-)
-"""Figures of copies: there are none."""
-_TIMES = ("queue_time_ns", "prefill_time_ns", "decode_time_ns")
-"""The clock stands still."""

@@ -43,7 +43,6 @@ from msgspec import Struct
 
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.events import (
-    Event,
     StepItem,
 )
 from kvproof.invariants.operations import (
@@ -54,14 +53,9 @@ from kvproof.invariants.operations import (
     Preempt,
     Reset,
     Resume,
-    Retire,
-    Run,
-    Schedule,
 )
 from kvproof.invariants.outcomes import (
     BLOCKS_IN_USE,
-    LARGER_THAN_MODEL,
-    LARGER_THAN_POOL,
     NOTHING_TO_RUN,
     RUN_AHEAD_LIMIT,
     SKIPPED,
@@ -78,16 +72,20 @@ from kvproof.invariants.scheduling.vocabulary import (
     RequestCancelled,
     RunningReset,
     Scheduled,
-    SchedulerEvent,
 )
 from kvproof.invariants.subject import Configuration
-from kvproof.stateful_tests.subjects.scheduler import SchedulerSubject
+from kvproof.stateful_tests.subjects.overheard_scheduler import (
+    CHOICES,
+    NO_COPIES,
+    NO_TIME,
+    STOP,
+    OverheardScheduler,
+)
 from kvproof.stateful_tests.subjects.vllm_overheard import OverheardCache
 from kvproof.stateful_tests.subjects.vllm_scheduling import (
     NAME,
     PREFIX,
     STEPS_IN_FLIGHT,
-    STOP,
     fitted,
     load_scheduling,
     user_scheduler,
@@ -99,9 +97,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
-
-CHOICES = 2
-"""Two requests in a row differ in what is sampled, others may go on alike."""
 
 POLICIES = ("fcfs", "priority")
 """vLLM's own; the first one is its default."""
@@ -209,7 +204,7 @@ class VllmSchedulerView:
         block_bytes = configuration.block_size * configuration.kv_bytes_per_token
         running, waiting = scheduler.get_request_counts()
         queries, hits = subject.prefix_cache_figures()
-        return dict.fromkeys(_OF_TIERS, 0) | {
+        return NO_COPIES | {
             "kv_capacity_bytes": total * block_bytes,
             "kv_bytes_used": (total - free) * block_bytes,
             "kv_blocks_total": total,
@@ -235,7 +230,7 @@ class VllmSchedulerView:
     def request_metrics(self, request: int) -> Mapping[str, int]:
         job = self._subject.jobs[request]
         manager = self._scheduler.kv_cache_manager
-        return dict.fromkeys(_TIMES, 0) | {
+        return NO_TIME | {
             "input_tokens": job.request.num_prompt_tokens,
             "cached_tokens": self._subject.cached_tokens.get(request, 0),
             "allocated_blocks": len(manager.get_block_ids(job.request.request_id)[0]),
@@ -243,35 +238,13 @@ class VllmSchedulerView:
         }
 
 
-_OF_TIERS = (
-    "host_offload_bytes",
-    "host_promotions",
-    "stalls",
-    "stall_time_ns",
-    "promotions",
-    "promotion_time_ns",
-    "fetches",
-    "fetch_time_ns",
-    "store_busy_ns",
-    "promote_busy_ns",
-    "demote_busy_ns",
-    "fetch_busy_ns",
-)
-"""Figures of copies: there are none."""
-_TIMES = ("queue_time_ns", "prefill_time_ns", "decode_time_ns")
-"""The clock stands still."""
-
-
-class VllmSchedulerSubject(SchedulerSubject):
+class VllmSchedulerSubject(OverheardScheduler):
     """Drives one vLLM scheduler as its engine core would, one operation at a time.
 
     Raises SubjectUnavailable where vLLM 0.33 is not installed.
     """
 
     capabilities = frozenset(("arrive", "schedule", "run", "retire", "abort", "reset"))
-    cache: Any
-    scheduler: Any
-    state_view: Any
 
     def __init__(
         self,
@@ -283,40 +256,24 @@ class VllmSchedulerSubject(SchedulerSubject):
         scheduler_class: type[Scheduler] | None = None,
     ) -> None:
         self.vllm = load_scheduling()
-        self.name = name
-        self.configuration = fitted(configuration, STEPS_IN_FLIGHT[family])
+        super().__init__(name, fitted(configuration, STEPS_IN_FLIGHT[family]), _PROMISES[policy])
         self.scheduler = self.vllm.new_scheduler(
             self.configuration, policy, scheduler_class or self.vllm.schedulers[family]
         )
-        self.cache = OverheardCache(
-            self.configuration, self.scheduler.kv_cache_manager, listener=self
-        )
-        self.semantics = self.cache.semantics
-        self.promises = _PROMISES[policy]
+        manager = self.scheduler.kv_cache_manager
+        self._overhear(OverheardCache(self.configuration, manager, listener=self))
         self.jobs: dict[int, _Job] = {}
         """Live requests, by arrival."""
         self.jobs_by_id: dict[str, _Job] = {}
-        self.admissions = self.resumptions = self.preemptions = self.batch_size = 0
         self.cached_tokens: dict[int, int] = {}
         """Of live requests that were admitted: what their first admission hit."""
         self.state_view = VllmSchedulerView(self)
-        self._perform: Callable[[Operation], Outcome] = self.cache.apply
-        self._hear: Callable[[SchedulerEvent], None] = lambda event: None
-        self._events: list[Event] = []
         self._flights: list[_Flight] = []
-        self._arrivals = self._iterations = self._steps = 0
-        self._queries = self._hits = 0
+        self._steps = self._queries = self._hits = 0
         self._noted: dict[type[Operation], list[int]] = {Admit: [], Resume: [], Preempt: []}
         """Whom the present iteration admitted, resumed and preempted."""
         self._block_hasher = self.cache._block_hasher
-        self._handlers = {
-            Arrive: self._arrive,
-            Schedule: lambda operation: self._schedule(),
-            Run: self._run,
-            Retire: lambda operation: self._retire(),
-            Abort: self._abort,
-            Reset: self._reset,
-        }
+        self._handlers |= {Abort: self._abort, Reset: self._reset}
 
     # -- what the cache below overhears ----------------------------------------------------------
 
@@ -343,11 +300,8 @@ class VllmSchedulerSubject(SchedulerSubject):
     # -- the clients -----------------------------------------------------------------------------
 
     def _arrive(self, operation: Arrive) -> Outcome:
-        prompt, output = (
-            prompt_length(operation.prompt),
-            max(operation.output, operation.max_tokens),
-        )
-        refusal = self._never_fits(prompt, output)
+        prompt = prompt_length(operation.prompt)
+        refusal = self._never_fits(operation, prompt)
         if refusal:
             return Outcome("refused", refusal)
         number = self._arrivals
@@ -362,12 +316,6 @@ class VllmSchedulerSubject(SchedulerSubject):
             )
         )
         return Outcome("done", None, number)
-
-    def _never_fits(self, prompt: int, output: int) -> str | None:
-        size, limits = self.configuration.block_size, self.configuration.scheduling
-        if -(-(prompt + output - 1) // size) > self.configuration.blocks:
-            return LARGER_THAN_POOL
-        return LARGER_THAN_MODEL if prompt + output > limits.max_model_tokens else None
 
     def _abort(self, operation: Abort) -> Outcome:
         if not self.jobs:
@@ -437,6 +385,10 @@ class VllmSchedulerSubject(SchedulerSubject):
             ]
         )
 
+    @property
+    def _steps_in_flight(self) -> int:
+        return len(self._flights)
+
     def _retire(self) -> Outcome:
         if not self._flights:
             return SKIPPED
@@ -460,16 +412,6 @@ class VllmSchedulerSubject(SchedulerSubject):
         ended = tuple([job.number for job in finished])
         self._emit(Completed(flight.step, 0, tuple(sampled), ended, tuple(misdelivered)))
         return Outcome("done", count=len(sampled))
-
-    def _run(self, operation: Run) -> Outcome:
-        """As vLLM's engine core: samples are taken in when no further step may be scheduled."""
-        for done in range(operation.iterations):
-            outcome = self._schedule()
-            if outcome.count and len(self._flights) < self.configuration.run_ahead:
-                continue
-            if self._retire().status == "skipped" and outcome.status != "done":
-                return Outcome("done", count=done) if done else outcome
-        return Outcome("done", count=operation.iterations)
 
     # -- the worker --------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from kvproof.invariants.prompts import prompt_tokens
 from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
+from kvproof.stateful_tests.subjects.overheard_scheduler import STOP
 from kvproof.stateful_tests.subjects.policies import user_module
 from kvproof.stateful_tests.subjects.vllm_manager import NAME as MANAGER
 from kvproof.stateful_tests.subjects.vllm_manager import load_vllm
@@ -31,8 +32,6 @@ ASYNC_NAME = "vllm:async_scheduler"
 STEPS_IN_FLIGHT = {NAME: 1, ASYNC_NAME: 2}
 """At most, by the subject: what vLLM's engine core keeps."""
 
-STOP = 1 << 30
-"""The token at which requests stop early: no prompt has it, and nothing else samples it."""
 
 PREFIX = "request-"
 """vLLM's names of requests; their rank of arrival follows."""
