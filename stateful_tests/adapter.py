@@ -12,6 +12,7 @@ Not for engines with several groups, forks, swaps or fences: see :class:`Subject
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -122,7 +123,7 @@ class _Look(NamedTuple):
     """Of the prefix cache: a key, and a block that is findable under it."""
 
 
-class Adapter:
+class Adapter(ABC):
     """Base of a subject over one's own engine; ``__init__`` is to build the engine.
 
     Keeps the rules of a scheduler around the engine: no more requests than the configuration
@@ -155,20 +156,20 @@ class Adapter:
 
     # -- what the engine does ----------------------------------------------------------------------
 
+    @abstractmethod
     def admit(self, request: Request) -> int:
         """Give a request blocks for all of its tokens; says how many came from the prefix cache.
 
         New or preempted.  Raises Refused if there are not enough.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def grow(self, request: Request, tokens: int) -> None:
         """Give it blocks for its last ``tokens`` tokens, which are new.  Raises Refused."""
-        raise NotImplementedError
 
+    @abstractmethod
     def release(self, request: Request) -> None:
         """Take all its blocks back: it has ended, or is preempted."""
-        raise NotImplementedError
 
     def publish(self, request: Request) -> None:
         """Its full blocks may be found from now on, as far as it is computed: a step is retired.
@@ -178,11 +179,9 @@ class Adapter:
 
     def evict(self, blocks: int) -> None:
         """Forget up to so many cached blocks that nobody holds."""
-        raise NotImplementedError
 
     def reset(self) -> None:
         """Forget all that is cached.  Raises Refused, if a block is in use."""
-        raise NotImplementedError
 
     def schedule(self, budget: int) -> Sequence[Part]:
         """What the next step computes: all there is, or as much as the budget (not 0) allows."""
@@ -197,25 +196,25 @@ class Adapter:
 
     # -- what the engine has -----------------------------------------------------------------------
 
+    @abstractmethod
     def table(self, request: Request) -> Sequence[int]:
         """Its blocks, row by row; none while it is preempted."""
-        raise NotImplementedError
 
     def free_count(self) -> int:
         """How many blocks are free, as the engine counts them."""
         return len(self.free_blocks())
 
+    @abstractmethod
     def free_blocks(self) -> Sequence[int]:
         """All that an admission may take; where an order is promised, the next victim first."""
-        raise NotImplementedError
 
+    @abstractmethod
     def ref_counts(self) -> Sequence[int]:
         """By block id, from 0 on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def index(self) -> Mapping[bytes, Sequence[int]]:
         """The prefix cache: key to the blocks that are findable under it."""
-        raise NotImplementedError
 
     # -- the subject -------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from kvproof.fuzz.cli import fuzz as fuzz_command
 from kvproof.fuzz.cli import report as report_command
 from kvproof.fuzz.cli.check import _hint
 from kvproof.fuzz.report.summary import summarise
+from kvproof.invariants.errors import InputError
 from kvproof.invariants.operations import Admit, Arrive, Schedule, Segment
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.harness import Harness
@@ -141,3 +142,16 @@ def test_the_total_of_a_check_is_that_of_the_failing_run() -> None:
 def test_a_pass_says_how_the_checks_of_this_subject_can_fail(subject: str, hint: str) -> None:
     assert hint in _hint(subject)
     assert ("--fault" in _hint(subject)) == subject.startswith("engine")
+
+
+def test_what_an_adapter_lacks_is_named_before_anything_is_driven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "lacks.py").write_text(
+        "from kvproof.stateful_tests.examples.template import Template\n"
+        "from kvproof.stateful_tests.adapter import Adapter\n\n\n"
+        "class Lacks(Adapter):\n    admit = Template.admit\n"
+    )
+    with pytest.raises(InputError, match="abstract methods free_blocks, grow, index, ref_counts"):
+        subject_factory("lacks:Lacks")

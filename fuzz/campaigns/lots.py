@@ -6,6 +6,7 @@ The runs of a lot are the same whenever and wherever they are made, as long as n
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
@@ -39,7 +40,7 @@ class Site(Struct, frozen=True):
     """Of the user's code, by subject."""
 
 
-class Lot:
+class Lot(ABC):
     """Makes runs number ``shard``, ``shard + shards``, … of one target."""
 
     def __init__(self, site: Site, target: Target, lines: Sequence[Progress]) -> None:
@@ -112,9 +113,9 @@ class Lot:
     def replay_kept(self, until: float, stop: Callable[[], bool]) -> None:
         """Run some of what was kept before again, until the monotonic clock says so."""
 
+    @abstractmethod
     def make(self, seed: str) -> None:
         """Make the run of that seed."""
-        raise NotImplementedError
 
     def close_slice(self) -> None:
         """What is still to be added to the progress."""

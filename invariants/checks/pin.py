@@ -86,13 +86,13 @@ class Pin(Check):
             for (item, _), tables in zip(step.items, step.tables, strict=True):
                 first = max(0, item.start - window + 1) // self.block_size if window else 0
                 used = tables[event.group][first : -(-item.end // self.block_size)]
-                if not set(used).isdisjoint(event.blocks):
+                block = next((b for b in event.blocks if b in used), None)
+                if block is not None:
                     self.fail(
-                        f"request {event.request} gave back block "
-                        f"{next(b for b in event.blocks if b in used)}, which step {step.number}, "
-                        "in flight, uses",
+                        f"request {event.request} gave back block {block}, which step "
+                        f"{step.number}, in flight, uses",
                         group=event.group,
-                        block=next(b for b in event.blocks if b in used),
+                        block=block,
                         request=event.request,
                     )
                     return

@@ -6,6 +6,7 @@ overheard, and tells of iterations.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,7 @@ NO_TIME = dict.fromkeys(("queue_time_ns", "prefill_time_ns", "decode_time_ns"), 
 """Figures of a request, where the clock stands still."""
 
 
-class OverheardScheduler(SchedulerSubject):
+class OverheardScheduler(SchedulerSubject, ABC):
     """Base of such a subject; what it has beside is the particular scheduler's."""
 
     cache: Any
@@ -73,18 +74,18 @@ class OverheardScheduler(SchedulerSubject):
         self.semantics = cache.semantics
         self._perform: Callable[[Operation], Outcome] = cache.apply
 
-    def _arrive(self, operation: Arrive) -> Outcome:
-        raise NotImplementedError
+    @abstractmethod
+    def _arrive(self, operation: Arrive) -> Outcome: ...
 
-    def _schedule(self) -> Outcome:
-        raise NotImplementedError
+    @abstractmethod
+    def _schedule(self) -> Outcome: ...
 
-    def _retire(self) -> Outcome:
-        raise NotImplementedError
+    @abstractmethod
+    def _retire(self) -> Outcome: ...
 
     @property
-    def _steps_in_flight(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def _steps_in_flight(self) -> int: ...
 
     def _never_fits(self, operation: Arrive, prompt: int) -> str | None:
         """Why a front end refuses it; ``prompt``: its length."""

@@ -7,6 +7,7 @@ and to tell of the blocks.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +53,7 @@ from kvproof.invariants.view import Standing
 by_number = attrgetter("number")
 
 
-class LiveRequest:
+class LiveRequest(ABC):
     """A live request: the cache's own object, and how far steps have come with it."""
 
     __slots__ = ("computed", "epoch", "number", "request", "running")
@@ -67,9 +68,9 @@ class LiveRequest:
         self.epoch = 0
 
     @property
+    @abstractmethod
     def length(self) -> int:
         """Tokens that it has."""
-        raise NotImplementedError
 
 
 Live = TypeVar("Live", bound=LiveRequest)
@@ -80,7 +81,7 @@ def pick(candidates: Sequence[Live], index: int) -> Live | None:
     return candidates[index % len(candidates)] if candidates else None
 
 
-class ToldCache(Generic[Live]):
+class ToldCache(ABC, Generic[Live]):
     """Base of such a subject; ``_handlers`` may be added to."""
 
     def __init__(self, configuration: Configuration) -> None:
@@ -122,39 +123,39 @@ class ToldCache(Generic[Live]):
         """Blocks for so many tokens."""
         return -(-tokens // self.configuration.block_size)
 
-    def _new_live(self, number: int, operation: Admit) -> Live:
-        raise NotImplementedError
+    @abstractmethod
+    def _new_live(self, number: int, operation: Admit) -> Live: ...
 
+    @abstractmethod
     def _place(self, live: Live) -> bool:
         """Look up the prefix and take blocks for the rest; False if they are not there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _release(self, live: Live) -> None:
         """Give all its blocks back."""
-        raise NotImplementedError
 
     def _may_leave(self, live: Live) -> bool:
         """Whether a running request may be given back now."""
         return True
 
-    def _grow(self, operation: Grow) -> Outcome:
-        raise NotImplementedError
+    @abstractmethod
+    def _grow(self, operation: Grow) -> Outcome: ...
 
-    def _preempt(self, operation: Preempt) -> Outcome:
-        raise NotImplementedError
+    @abstractmethod
+    def _preempt(self, operation: Preempt) -> Outcome: ...
 
-    def _evict(self, operation: Evict) -> Outcome:
-        raise NotImplementedError
+    @abstractmethod
+    def _evict(self, operation: Evict) -> Outcome: ...
 
-    def _reset(self, operation: Reset) -> Outcome:
-        raise NotImplementedError
+    @abstractmethod
+    def _reset(self, operation: Reset) -> Outcome: ...
 
+    @abstractmethod
     def _items(self, operation: Launch) -> list[StepItem]:
         """What a step computes that is launched now."""
-        raise NotImplementedError
 
-    def _retire(self, operation: Retire) -> Outcome:
-        raise NotImplementedError
+    @abstractmethod
+    def _retire(self, operation: Retire) -> Outcome: ...
 
     # -- what a scheduler does around it -----------------------------------------------------------
 
