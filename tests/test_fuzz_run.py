@@ -776,6 +776,12 @@ def has_findings(store: Store) -> bool:
     return any(store.findings.glob("[!.]*/finding.json"))
 
 
+def length_of(store: Store, shard: int) -> int:
+    """Bytes of a shard's journal; a worker that has done no run yet has none."""
+    path = store.journal(shard)
+    return path.stat().st_size if path.exists() else 0
+
+
 def test_killed_workers_are_started_again_and_lose_nothing(tmp_path: Path) -> None:
     store = Store(tmp_path / "c")
     process = started(tmp_path, "--time", "300s", *CANARY)
@@ -785,9 +791,8 @@ def test_killed_workers_are_started_again_and_lose_nothing(tmp_path: Path) -> No
         time.sleep(pause)
         wait_until(lambda: children_of(process.pid))
         os.kill(children_of(process.pid)[0], signal.SIGKILL)
-    lengths = [store.journal(shard).stat().st_size for shard in (0, 1)]
-    for shard, length in enumerate(lengths):  # both go on
-        wait_until(lambda s=shard, n=length: store.journal(s).stat().st_size > n)
+    for shard, length in enumerate([length_of(store, shard) for shard in (0, 1)]):  # both go on
+        wait_until(lambda s=shard, n=length: length_of(store, s) > n)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 1, out + err
@@ -802,7 +807,7 @@ def test_a_killed_parent_takes_its_workers_along_and_the_same_command_goes_on(
 ) -> None:
     store = Store(tmp_path / "c")
     process = started(tmp_path, "--time", "60s", *CANARY)
-    wait_until(lambda: has_findings(store) and store.journal(0).stat().st_size > 0)
+    wait_until(lambda: has_findings(store) and bool(lines_of(store)))
     workers = children_of(process.pid)
     process.kill()
     process.communicate()

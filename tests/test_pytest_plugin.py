@@ -417,7 +417,8 @@ def test_no_profile_of_the_users_is_touched(pytester: pytest.Pytester) -> None:
     """Neither is one loaded by kvproof's own option, nor is one of that name replaced."""
     pytester.makeconftest(
         "from hypothesis import settings\n"
-        "settings.register_profile('dev', max_examples=11)\nsettings.load_profile('dev')\n"
+        "settings.register_profile('dev', max_examples=11, derandomize=False)\n"
+        "settings.load_profile('dev')\n"
     )
     pytester.makepyfile(SAYS_SETTINGS + QUICK.format(subject=MINE))
     for options in (("--kvproof-profile", "dev"), ("--kvproof-profile", "ci"), ()):
