@@ -15,12 +15,15 @@ from msgspec.structs import replace
 from kvproof.engine.engine import Engine
 from kvproof.invariants.checker import Checker
 from kvproof.invariants.checks import CHECKS
+from kvproof.invariants.checks import key as key_module
 from kvproof.invariants.checks.order import Order
 from kvproof.invariants.checks.xfer import Xfer
 from kvproof.invariants.events import (
     BlockCopied,
     BlocksEvicted,
+    BlocksPublished,
     BlocksReleased,
+    BlocksReused,
     Event,
     SlotsEvicted,
     StepLaunched,
@@ -96,12 +99,14 @@ def told(
     view: dict[str, Callable[[Any], Any]] | None = None,
     interval: int = 1,
     settle: bool = False,
+    semantics: dict[str, Any] | None = None,
     **configuration: Any,
 ) -> tuple[list[Violation], int]:
     """What a check says of the run, of whose last operation it is told untruly, and how often it
     looked at events of that operation.  It audits every ``interval`` operations, never if 0, and
     then compares what was touched only if told to."""
     witness = Witness(groups, **configuration)
+    witness.semantics = replace(witness.semantics, **(semantics or {}))
     kinds = [kind for kind in CHECKS if kind.id() == check]
     if check == "PROV":
         kinds = [SilentXfer, *kinds]
@@ -168,7 +173,10 @@ CACHED = (prompt(8), *STEP, Finish(0))
 IN_FLIGHT = (prompt(1), Launch(), Finish(0))
 STORING = (prompt(8), *STEP, Offload())
 STORED = (*STORING, Complete())
+BOTH_STORED = (*STORED, Complete())  # of two groups
 SAVED = (*STORED, Offload("disk"), Complete())
+BOTH_STORED_AND_GONE = (*STORING, Complete(), Finish(0), Complete())
+AGAIN = (*CACHED, Evict(9), prompt(8), *STEP)
 OTHERS_STORED = (prompt(4, 1), *STEP, Finish(0), Offload(), Complete())
 PROMOTE = Promote(prompt(9).prompt)
 FETCH = Promote(prompt(9).prompt, to="host")
@@ -190,12 +198,19 @@ REUSING = (*CACHED, prompt(9), Launch())  # request 1 has blocks 1, 2 and 3
         ("CONS", [prompt(1)], None, {"free_count": add_one}),
         ("PIN", STORING, add(SlotsEvicted("host", 1, [0], [b""], "request")), {}),
         ("PIN", STORING, None, {"tier_pins": lambda pins: [p + 1 for p in pins]}),
+        ("PIN", [*BOTH_STORED, prompt(1, 1)], None, {"tier_pins": lambda pins: [*pins[:-1], 1]}),
         ("PIN", [prompt(4), *STEP], add(BlocksEvicted(1, [1], [b""], "request")), {}),
         ("PIN", IN_FLIGHT, instead(BlocksReleased(1, 0, [1])), {}),
         ("PIN", IN_FLIGHT, instead(BlocksReleased(1, 0, [1], 0)), {}),
         ("PIN", [*IN_FLIGHT, Retire()], lambda events: events[:-1], {}),
         ("ORDER", [*CACHED, Evict(1)], change(BlocksEvicted, blocks=[1]), {}),
         ("ORDER", [*CACHED, prompt(1, 1)], instead_of_empty, {}),
+        ("ORDER", [*BOTH_STORED, Evict(1, "host")], change(SlotsEvicted, slots=[0]), {}),
+        ("KEY", [prompt(8), *STEP], change(BlocksPublished, keys=lambda keys: [keys[0]] * 2), {}),
+        ("KEY", AGAIN, change(BlocksPublished, keys=lambda keys: [b"", keys[1]]), {}),
+        ("KEY", [*CACHED, prompt(9)], change(BlocksReused, blocks=lambda blocks: blocks[::-1]), {}),
+        ("QUIES", [prompt(1), Finish(0)], None, {"free_count": add_one}),
+        ("QUIES", BOTH_STORED_AND_GONE, None, {"tier_pins": lambda pins: [*pins[:-1], 1]}),
         ("PROV", [prompt(1), Launch()], tables([1], [6]), {}),
         ("PROV", [prompt(6), *STEP, Fork(0), Grow(1)], change(BlockCopied, tokens=1), {}),
     ],
@@ -342,6 +357,9 @@ def test_order_is_promised_where_any_order_is(semantics: Semantics, promised: bo
         ("ORDER", [*CACHED, Evict(1), prompt(26, 1), *STEP, Fork(0), Grow(0)], 2),
         ("ORDER", [*STORED, Finish(0), prompt(8, 1), *STEP, Offload()], 2),
         ("ORDER", [*DAMAGED], 0),
+        ("KEY", AGAIN, 1),
+        ("KEY", [*CACHED, prompt(9), Finish(0), prompt(9)], 1),
+        ("QUIES", [*CACHED, prompt(1, 1), Withhold("device", 2), Finish(0)], 1),
     ],
 )
 def test_looks_are_counted(check: str, run: Sequence[AnyOperation], looks: int) -> None:
@@ -373,6 +391,8 @@ def test_a_copy_upwards_is_to_spare_its_own_prompt() -> None:
     assert told(EXTENDING, "ORDER", blocks=2) == ([], 2)
     assert told(FETCHING, "ORDER", host_blocks=2) == ([], 2)
     own = change(SlotsEvicted, slots=lambda slots: [1 - slots[0]])
+    loose: dict[str, Any] = {"host_blocks": 2, "interval": 0, "semantics": {"exact_tiers": False}}
+    assert told(FETCHING, "ORDER", own, **loose)[0] == []
     (violation,), _ = told(FETCHING, "ORDER", own, host_blocks=2)
     assert "was evicted for a copy of other blocks of the same prompt" in violation.message
     assert (violation.tier, violation.group) == ("host", 0)
@@ -388,9 +408,129 @@ def test_what_was_to_be_evicted_is_told_by_the_order_that_was_promised(tier: Tie
         (violation,), _ = told(run, "ORDER", wrong, **{f"{tier}_eviction": order})
         assert (violation.tier, violation.op) == (tier, len(run) - 1)
         assert ("ARC" in violation.message) is (order == "arc")
+        if (tier, order) == ("host", "lru"):
+            assert violation.message.endswith("but block 1 was to go before it")
 
 
 def test_evicting_what_is_not_there_is_no_matter_of_order() -> None:
     run = [*STORED, Finish(0), Evict(9, "host")]
     more = change(SlotsEvicted, slots=lambda slots: [*slots, 2], keys=lambda keys: [*keys, b""])
     assert told(run, "ORDER", more) == ([], 1)
+
+
+def test_the_first_block_that_is_evicted_out_of_order_is_named() -> None:
+    run = [prompt(12), *STEP, Finish(0), Evict(2)]
+    (violation,), _ = told(run, "ORDER", change(BlocksEvicted, blocks=[3, 1]))
+    assert violation.message == (
+        "block 1 was evicted on request, but block 2 was released before it and never used since"
+    )
+    more = change(BlocksEvicted, blocks=[3, 2, 1, 8])
+    assert told([*run[:-1], Evict(9)], "ORDER", more)[0] == []
+
+
+USED_AGAIN = (*CACHED, prompt(9), *STEP, Finish(0))
+
+
+@pytest.mark.parametrize("more", [(), (Evict(2),)])
+def test_the_order_of_arc_is_not_that_of_release(more: Sequence[AnyOperation]) -> None:
+    """What was used again is evicted after what is new."""
+    run = (*USED_AGAIN, prompt(8, 1), *STEP, Finish(0), *more)
+    assert told(run, "ORDER", device_eviction="arc")[0] == []
+
+
+FOUR_CACHED = (prompt(16), *STEP, Finish(0))
+
+
+@pytest.mark.parametrize(
+    ("order", "by"), [("lru", "by the time of their release"), ("arc", "by ARC (")]
+)
+@pytest.mark.parametrize(("actual", "named"), [([4, 3, 1, 2], 1), ([4, 3, 2], 2), ([], 1)])
+def test_free_blocks_that_stand_in_another_order_are_named(
+    order: str, by: str, actual: list[int], named: int
+) -> None:
+    """Four of eight are cached, and stand behind the others."""
+    view = {"free_blocks": lambda free: [*free[:4], *actual]}
+    (violation,), _ = told(FOUR_CACHED, "ORDER", view=view, groups=2, device_eviction=order)
+    start, end = violation.message.split(", but ")
+    assert start == f"the next victims are blocks {actual}"
+    assert end.startswith(by)
+    assert end.endswith("they should be [4, 3, 2, 1]")
+    assert (violation.group, violation.block) == (1, named)
+
+
+TEN_STORED = (prompt(40), *STEP, Offload(), Complete(), Complete())
+
+
+@pytest.mark.parametrize(("order", "by"), [("lru", ""), ("arc", " by ARC (")])
+@pytest.mark.parametrize(("actual", "named"), [([0, 1, 2], 0), ([], 9)])
+def test_slots_that_stand_in_another_order_are_named(
+    order: str, by: str, actual: list[int], named: int
+) -> None:
+    sizes: dict[str, Any] = {"blocks": 16, "host_blocks": 10, "host_eviction": order}
+    view = {"victims": lambda victims: actual if victims else victims}
+    (violation,), _ = told(TEN_STORED, "ORDER", view=view, groups=2, **sizes)
+    start, end = violation.message.split(", but")
+    assert start == f"the next victims are host blocks {actual}"
+    assert end.startswith(f"{by}" if by else " they should be")
+    assert end.endswith("they should be [9, 8, 7, 6, 5, 4, 3, 2]")
+    assert (violation.group, violation.block, violation.tier) == (1, named, "host")
+
+
+def test_a_copy_that_evicts_though_a_slot_is_empty_is_told() -> None:
+    evicted = SlotsEvicted("host", 1, [1], [b""], "pressure")
+    run = (*BOTH_STORED, prompt(4, 1), *STEP, Offload())
+    lie: Lie = lambda events: [*events[:-1], evicted, events[-1]]  # noqa: E731
+    (violation,), _ = told(run, "ORDER", lie, groups=2, interval=0)
+    assert violation.message.startswith("1 host blocks were evicted for the 1 that transfer 3")
+    assert (violation.group, violation.tier) == (1, "host")
+
+
+def test_a_copy_upwards_is_to_spare_its_own_prompt_in_each_group() -> None:
+    saved = (*BOTH_STORED, Offload("disk"), Complete(), Complete(), Finish(0), Evict(1, "host"))
+    run = (*saved, prompt(4, 1), *STEP, Finish(0), Offload(), Complete(), Complete(), Evict(9))
+    own = change(SlotsEvicted, slots=lambda slots: [1 - slots[0]])
+    (violation,), _ = told([*run, FETCH], "ORDER", own, groups=2, host_blocks=2)
+    assert (violation.tier, violation.group) == ("host", 1)
+
+
+def test_an_allocation_that_evicts_too_much_is_told() -> None:
+    run = (prompt(32), *STEP, Finish(0), prompt(1, 1))
+    (violation,), _ = told(run, "ORDER", change(BlocksEvicted, blocks=[8, 7]), interval=0)
+    assert violation.message == (
+        "2 blocks were evicted for the 1 that request 1 needs, though 0 free blocks were empty"
+    )
+    assert violation.request == 1
+
+
+def test_the_order_in_which_nobody_gives_back_blocks_is_no_matter() -> None:
+    assert told([prompt(1)], "ORDER", add(BlocksReleased(0, 9, [1])), interval=0) == ([], 0)
+
+
+def test_keys_of_an_unknown_request_are_no_matter_of_key() -> None:
+    published = BlocksPublished(0, 9, 0, [1], [b"key"])
+    assert told([prompt(1)], "KEY", add(published)) == ([], 0)
+
+
+def test_what_is_not_findable_may_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_module, "_REMEMBERED", 1)
+    run = [*CACHED, prompt(12), *STEP, Finish(0), Evict(9), prompt(8), *STEP]
+    assert told(run, "KEY", groups=2)[0] == []
+
+
+def overwritten(*blocks: int) -> list[Event]:
+    """What is in them is not what it was: a request that nobody knows has copied block 6 there."""
+    return [BlockCopied(0, 9, 0, 6, block, 4) for block in blocks]
+
+
+def test_what_a_step_reads_for_a_request_that_is_gone_is_read_from_its_first_token_on() -> None:
+    run = [prompt(4), *STEP, Grow(0, 1), Launch(), Preempt(0), Retire()]
+    assert told(run, "PROV")[0] == []
+    violations, _ = told(run, "PROV", lambda events: [*overwritten(1), *events])
+    assert "request 0 reads position 0 from block 1" in violations[0].message
+
+
+@pytest.mark.parametrize("lost", [(1,), (2,), (1, 2)])
+def test_an_audit_tells_of_the_first_request_that_has_lost_something(lost: Sequence[int]) -> None:
+    run = [prompt(4), prompt(4, 1), *STEP, prompt(1, 2)]
+    violations, _ = told(run, "PROV", lambda events: [*events, *overwritten(*lost)])
+    assert [violation.request for violation in violations] == [lost[0] - 1]

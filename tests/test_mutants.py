@@ -5,6 +5,8 @@ Those of the checks: ``test_check_mutants.py``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,18 +15,40 @@ from kvproof.engine.engine import Engine
 from kvproof.engine.eviction import AdaptiveReplacement, EvictionPolicy, LeastRecentlyUsed
 from kvproof.engine.keys import media_part
 from kvproof.engine.pool import BlockPool, PoolExhaustedError
+from kvproof.engine.tiers.hierarchy import Hierarchy
+from kvproof.engine.tiers.memory import NOBODYS, unfinished
 from kvproof.engine.tiers.pool import TierPool
 from kvproof.invariants.events import BlocksEvicted, Event, SlotsEvicted
 from kvproof.invariants.operations import (
+    Abort,
     Admit,
     AnyOperation,
+    Cancel,
+    Complete,
+    Corrupt,
     Evict,
+    Fail,
     Finish,
+    Fork,
+    Grow,
+    Land,
     Launch,
     Media,
+    Offload,
+    Preempt,
+    Promote,
     Reset,
+    Resume,
     Retire,
     Segment,
+    Tier,
+    Withhold,
+)
+from kvproof.invariants.outcomes import (
+    NO_DISK_BLOCKS,
+    NO_HOST_BLOCKS,
+    NOTHING_TO_MOVE,
+    OFFLOAD_OFF,
 )
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.subjects.engine import EngineSubject
@@ -237,3 +261,240 @@ def test_a_slot_is_its_owners() -> None:
     pool = slots_ready([])
     pool.own(pool.take(1), 7)
     assert pool.owners == {2: 7}
+
+
+# -- what is below the device ----------------------------------------------------------------------
+
+
+def subject_after(
+    *operations: AnyOperation, groups: int = 1, blocks: int = 8, **sizes: Any
+) -> EngineSubject:
+    defaults = {"host_blocks": 3, "requests": 4, "offload": "both"}
+    configuration = Configuration(blocks=blocks, **(defaults | sizes))
+    subject = EngineSubject(configuration, engine=partial(Engine, groups=groups))
+    for operation in operations:
+        assert subject.apply(operation).status == "done"
+    return subject
+
+
+def done(*operations: AnyOperation, **sizes: Any) -> Engine:
+    """The engine after these operations."""
+    return subject_after(*operations, **sizes).engine
+
+
+def hierarchy(engine: Engine) -> Hierarchy:
+    assert engine.hierarchy is not None
+    return engine.hierarchy
+
+
+def prompt(tokens: int, source: int = 0, **more: Any) -> Admit:
+    return Admit((Segment(source, tokens),), **more)
+
+
+STEP = (Launch(), Retire())
+STORED = (prompt(8), *STEP, Finish(0), Offload(), Complete())
+SAVED = (*STORED, Offload("disk"), Complete())
+PROMOTE = Promote(prompt(9).prompt)
+FETCH = Promote(prompt(9).prompt, to="host")
+
+
+@pytest.mark.parametrize("tokens", [4, 6, 8])
+def test_a_block_holds_what_a_step_computed_in_it(tokens: int) -> None:
+    engine = done(prompt(tokens, slots=16), *STEP, groups=2)
+    (request,) = engine.running
+    full, left = divmod(tokens, 4)
+    for group, cells in enumerate(hierarchy(engine).memory.cells["device"]):
+        keys = request.block_keys(group, full)
+        expected = [*keys[1:], *([unfinished(keys[full], left)] if left else [])]
+        assert cells[1:5] == [*expected, *[cells[8]] * (4 - len(expected))]
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(4, 1), (5, 2), (7, 2)])
+def test_what_is_void_is_computed_for_nobody(tokens: int, blocks: int) -> None:
+    engine = done(prompt(tokens, slots=16), Launch(), Abort(0), Retire(), groups=2)
+    for cells in hierarchy(engine).memory.cells["device"]:
+        assert cells[1:5] == [*[NOBODYS] * blocks, *[cells[8]] * (4 - blocks)]
+
+
+def test_what_was_evicted_from_the_host_is_not_saved() -> None:
+    subject = subject_after(*STORED, Evict(9, "host"), disk_blocks=3)
+    assert subject.apply(Offload("disk")).reason == NOTHING_TO_MOVE
+
+
+@pytest.mark.parametrize(("order", "victims"), [("lru", [0, 9, 8]), ("arc", [9, 0, 8])])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_tier_evicts_in_the_order_that_it_was_given(
+    tier: Tier, order: str, victims: list[int]
+) -> None:
+    """With ARC what comes back after its eviction is evicted after what is new."""
+    sizes: dict[str, Any] = {"disk_blocks": 3, f"{tier}_eviction": order}
+    (pool,) = hierarchy(done(**sizes)).pools(tier)
+    pool.rebuild([(0, key(0))])
+    pool.evict(1, "request")
+    for number in (0, 9, 8):
+        slots = pool.take(1)
+        pool.reserve(slots, [key(number)])
+        pool.publish(slots, [key(number)])
+        pool.unpin(slots, used=True)
+    key_of = {slot: key for key, slot in pool.index.items()}
+    assert [key_of[slot] for slot in pool.victims()] == [key(number) for number in victims]
+
+
+def evict_first_row(pool: BlockPool | TierPool, used: int) -> None:
+    """As no engine does: of a prefix in two blocks the first goes, for the second is in use."""
+    if isinstance(pool, BlockPool):
+        pool.share([used])
+        pool.evict(1, "request")
+        pool.release([used])
+    else:
+        pool.pin([used])
+        pool.evict(1, "request")
+        pool.unpin([used], used=True)
+
+
+def test_hits_of_tiers_add_up_and_end_with_the_first_miss() -> None:
+    again = (prompt(9), Finish(0))
+    subject = subject_after(prompt(8), *STEP, Finish(0), *again, *again)
+    engine = subject.engine
+    assert engine.counters.tier_hits == {"device": 4, "host": 0, "disk": 0}
+    evict_first_row(engine.pools[0], used=2)
+    hierarchy(engine).count_lookup(subject.prepare(prompt(9)), 2)
+    assert engine.counters.tier_hits == {"device": 4, "host": 0, "disk": 0}
+
+
+OTHER = (prompt(4, 1), *STEP, Finish(0), Offload(), Complete())
+
+
+def test_the_hosts_copies_of_what_the_device_had_are_used_and_no_others() -> None:
+    engine = done(*STORED, *OTHER, Evict(1), prompt(9))
+    pool = hierarchy(engine).host[0]
+    (request,) = engine.running
+    first, second = request.block_keys(0, 2)[1:3]
+    assert request.cached_tokens == 4
+    (other,) = pool.index.keys() - {first, second}
+    assert list(pool.victims()) == [pool.index[key] for key in (second, other, first)]
+
+
+def test_no_more_is_promoted_than_may_be_found() -> None:
+    """The last token is always computed, so what it is in is not found."""
+    subject = subject_after(*STORED, Evict(9))
+    assert subject.apply(Promote(prompt(8).prompt)).count == 1
+
+
+def test_what_the_host_has_is_not_fetched() -> None:
+    subject = subject_after(*SAVED, Evict(9), disk_blocks=3)
+    assert subject.apply(FETCH).reason == NOTHING_TO_MOVE
+
+
+def test_nothing_is_fetched_without_a_disk() -> None:
+    assert subject_after(*STORED, Evict(9)).apply(FETCH).reason == OFFLOAD_OFF
+
+
+def test_what_a_copy_upwards_pins_must_be_free() -> None:
+    subject = subject_after(*STORED, Evict(9), Withhold("host", 3))
+    assert subject.apply(PROMOTE).reason == NO_HOST_BLOCKS
+    run = (*SAVED, Evict(9), Evict(9, "host"), Withhold("disk", 3))
+    assert subject_after(*run, disk_blocks=3).apply(FETCH).reason == NO_DISK_BLOCKS
+
+
+def test_a_fetch_spares_the_first_rows_of_its_own_prompt() -> None:
+    run = (*SAVED, Evict(1, "host"), *OTHER, Evict(9), FETCH, Complete())
+    subject = subject_after(*run, disk_blocks=3, host_blocks=2)
+    found = subject.prepare(prompt(9)).block_keys(0, 2)
+    assert sorted(hierarchy(subject.engine).host[0].index) == sorted(found[1:])
+
+
+def test_a_fetch_spares_nothing_that_its_prompt_may_not_find() -> None:
+    subject = subject_after(*SAVED, Evict(9), disk_blocks=3, host_blocks=2)
+    pool = hierarchy(subject.engine).host[0]
+    evict_first_row(pool, used=pool.index[[*pool.index][1]])
+    for operation in (*OTHER, Evict(9), Withhold("host", 1)):
+        assert subject.apply(operation).status == "done"
+    assert subject.apply(Promote(prompt(8).prompt, to="host")).status == "done"
+
+
+def copied(source: int, *more: AnyOperation) -> tuple[AnyOperation, ...]:
+    """A prompt of one block is computed and copied to the host."""
+    return (prompt(4, source), *STEP, Finish(0), Offload(), Complete(), *more)
+
+
+SAVE = (Offload("disk"), Complete())
+BACK = prompt(5, 1).prompt
+
+
+@pytest.mark.parametrize(
+    ("tier", "used", "run"),
+    [
+        ("host", False, (*copied(1), *copied(2), Offload("disk", blocks=1), Complete())),
+        ("host", True, (*copied(1), *copied(2), Evict(9), Promote(BACK), Complete())),
+        (
+            "disk",
+            True,
+            (
+                *(*copied(1, *SAVE), *copied(2, *SAVE), Evict(9), Evict(9, "host")),
+                *(Promote(BACK, to="host"), Complete()),
+            ),
+        ),
+    ],
+)
+def test_a_copy_upwards_is_a_use_and_one_downwards_is_none(
+    tier: Tier, used: bool, run: Sequence[AnyOperation]
+) -> None:
+    """In the order of ARC: what was used again is evicted after what was used once."""
+    arc: dict[str, Any] = {f"{tier}_eviction": "arc"}
+    new = copied(3, *(SAVE if tier == "disk" else ()))
+    subject = subject_after(*run, *new, disk_blocks=4, host_blocks=4, **arc)
+    (pool,) = hierarchy(subject.engine).pools(tier)
+    source_of = {
+        pool.index[subject.prepare(prompt(5, source)).block_keys(0, 1)[1]]: source
+        for source in (1, 2, 3)
+    }
+    victims = [source_of[slot] for slot in pool.victims()]
+    assert victims == ([2, 3, 1] if used else [2, 1, 3])
+
+
+def test_what_was_to_be_fetched_and_is_not_waits_for_no_copy_to_disk() -> None:
+    run = (*SAVED, Evict(9), Evict(9, "host"), FETCH, Cancel())
+    subject = subject_after(*run, disk_blocks=3)
+    assert subject.apply(Offload("disk")).reason == NOTHING_TO_MOVE
+
+
+def test_no_more_arrives_than_has_landed() -> None:
+    (cells,) = hierarchy(done(*STORED[:-1], Land(0, 1))).memory.cells["host"]
+    assert cells[0] != cells[1] == cells[2]
+
+
+def test_blocks_that_are_found_damaged_add_up() -> None:
+    run = (*SAVED, Evict(9), Evict(9, "host"))
+    damaged = (FETCH, Corrupt(), Complete())
+    saved_again = (prompt(4), *STEP, Finish(0), Offload(), Complete(), *SAVE, Evict(9))
+    engine = done(*run, *damaged, *saved_again, Evict(9, "host"), *damaged, disk_blocks=3)
+    assert engine.counters.corrupt_blocks == 2
+
+
+OUT = Preempt(0, swap=True, late=True)
+
+
+def test_what_could_not_be_copied_out_is_computed_again_at_once() -> None:
+    """Though the copy of another group is still on its way."""
+    run = (prompt(8), *STEP, OUT, Fail(), Resume(0), Launch())
+    assert hierarchy(done(*run, groups=2)).transfers
+
+
+def test_a_copy_out_that_fails_leaves_other_requests_their_slots() -> None:
+    run = (prompt(8), prompt(8, 1), *STEP, Preempt(1, swap=True), OUT, Fail())
+    assert hierarchy(done(*run, host_blocks=4)).host[0].owners == {0: 1, 1: 1}
+
+
+def test_a_reset_says_so_of_all_tiers() -> None:
+    subject = subject_after(*SAVED, disk_blocks=3)
+    subject.drain_events()
+    assert subject.apply(Reset()).status == "done"
+    evicted = [one for one in subject.drain_events() if isinstance(one, SlotsEvicted)]
+    assert {(one.tier, one.cause) for one in evicted} == {("host", "reset"), ("disk", "reset")}
+
+
+def test_a_copied_block_holds_what_the_other_held() -> None:
+    engine = done(prompt(6), *STEP, Fork(0), Grow(1))
+    (cells,) = hierarchy(engine).memory.cells["device"]
+    assert cells[3] == cells[2] != cells[4]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -38,7 +40,8 @@ def run() -> ModuleType:
 def test_wording_is_what_a_sentence_says(
     run: ModuleType, before: str, after: str, wording: bool
 ) -> None:
-    assert run.Survivor("f", before, after).is_wording is wording
+    name = "kvproof.engine.pool.x_f__mutmut_1"
+    assert run.Survivor(name, before, after).is_wording is wording
 
 
 def test_mutants_are_told_by_their_functions(run: ModuleType) -> None:
@@ -47,60 +50,86 @@ def test_mutants_are_told_by_their_functions(run: ModuleType) -> None:
     assert run.function_of("kvproof.engine.keys.x__own__mutmut_1") == "_own"
 
 
+CHANGES = {
+    "d": "-    self.ref_counts = [0] * (blocks + 1)\n+    self.ref_counts = [0] * (blocks + 2)",
+    "e": '-    raise E("no room")\n+    raise E("NO ROOM")',
+    "f": "-    return 1\n+    return 2",
+}
+
+
 @pytest.fixture
-def work(tmp_path: Path) -> Path:
-    """What mutmut leaves: a killed mutant, one that ran for ever, one not run, three survivors."""
+def work(run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is left by a run: a killed mutant, one that ran for ever, one not run, and three that
+    survived, of which one is explained and one is wording."""
     meta = tmp_path / "mutants" / "kvproof" / "engine" / "pool.py.meta"
     meta.parent.mkdir(parents=True)
     codes = dict(zip("abcdef", (1, -24, None, 0, 0, 33), strict=True))
-    names = {f"kvproof.engine.pool.x_{name}__mutmut_1": code for name, code in codes.items()}
-    meta.write_text(json.dumps({"exit_code_by_key": names}))
+    name = "kvproof.engine.pool.x_{}__mutmut_1".format
+    meta.write_text(json.dumps({"exit_code_by_key": {name(f): code for f, code in codes.items()}}))
+    shown = {
+        name(f): f"--- before\n+++ after\n@@ @@\n def x():\n{change}\n"
+        for f, change in CHANGES.items()
+    }
+    (tmp_path / "survivors.json").write_text(json.dumps(shown))
     (tmp_path / "commits").write_text("abc1234\ndef5678 with changes")
+    explained = {"function": "d", "before": "(blocks + 1)", "why": "equivalent: longer"}
+    monkeypatch.setattr(run, "explanations", lambda: {"engine/pool.py": [explained]})
     return tmp_path
 
 
-def test_what_survived_is_run_again_if_asked(run: ModuleType, work: Path) -> None:
-    stats = work / "mutants" / "mutmut-stats.json"
-    stats.write_text("{}")
-    paths = ["engine/pool.py", "engine/keys.py"]
-    run.forget_survivors(work, paths)
+def test_what_survived_unexplained_is_run_again_if_asked(run: ModuleType, work: Path) -> None:
+    run.forget_survivors(work, ["engine/pool.py", "engine/keys.py"])
     now = list(run.statuses(work, "engine/pool.py").values())
-    assert now == ["killed", "ended by force", *["not run"] * 4]
-    assert not stats.exists()
+    expected = ["killed", "ended by force", "not run", "survived", "survived", "not run"]
+    assert now == expected
     assert run.statuses(work, "engine/keys.py") == {}
 
 
-def test_the_page_counts_and_explains(
-    run: ModuleType, work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changes = {
-        "d": "-    self.ref_counts = [0] * (blocks + 1)\n+    self.ref_counts = [0] * (blocks + 2)",
-        "e": '-    raise E("no room")\n+    raise E("NO ROOM")',
-        "f": "-    return 1\n+    return 2",
-    }
-
-    def shown(_work: Path, command: str, name: str, **options: Any) -> Any:
-        assert command == "show"
-        change = changes[run.function_of(name)]
-        text = f"--- before\n+++ after\n@@ @@\n def x():\n{change}\n"
-        return type("Done", (), {"stdout": text})
-
-    monkeypatch.setattr(run, "_mutmut", shown)
-    explained = {"function": "d", "before": "(blocks + 1)", "why": "equivalent: longer"}
-    monkeypatch.setattr(run.tomllib, "loads", lambda text: {"engine/pool.py": [explained]})
+def test_the_page_counts_and_explains(run: ModuleType, work: Path) -> None:
     text = "\n".join(run.page(work, ["engine/pool.py", "engine/keys.py"]))
     assert "| engine/pool.py | 6 | 5 | 1 | 1 | 3 | 1 | 50 % |" in text
     assert "| engine/keys.py | 0 | 0 | 0 | 0 | 0 | 0 | – |" in text
-    assert "at commit abc1234, def5678 with changes." in text
+    assert "FILE.md engine/pool.py engine/keys.py`,\nat commit abc1234, def5678" in text
     assert "Open: 1 that survive and are not explained, 1 not run." in text
     assert "(blocks + 2)`: equivalent: longer" in text
     assert "`f`: `return 1` → `return 2`: **not explained**" in text
     assert "NO ROOM" not in text
 
 
+def test_mutants_are_run_in_forks(run: ModuleType, tmp_path: Path) -> None:
+    """One that the tests tell apart is killed, one that they do not survives and is shown."""
+    pytest.importorskip("mutmut")
+    code = "def after(number: int) -> int:\n    return number + 1\n"
+    test = """
+from kvproof.engine.one import after
+
+def test_it_is_later() -> None:
+    assert after(5) > 5
+"""
+    files = {"kvproof/engine/one.py": code, "kill/test_one.py": test}
+    files["kvproof/invariants/none.py"] = ""
+    settings = {"files": '["kvproof/engine/one.py"]', "options": '["--import-mode=importlib"]'}
+    files["pyproject.toml"] = run.SETTINGS.format(**settings)
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    forks = [sys.executable, str(run.HERE / "forks.py"), "--tests", "kill/test_one.py"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run(
+        [*forks, "--paths", "engine/one.py"],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+        capture_output=True,
+    )
+    assert sorted(run.statuses(tmp_path, "engine/one.py").values()) == ["killed", "survived"]
+    (survivor,) = run.survivors(tmp_path, "engine/one.py")
+    assert (survivor.function, survivor.after) == ("after", "return number + 2")
+
+
 def test_what_is_explained_is_of_files_that_are_mutated(run: ModuleType) -> None:
-    text = (ROOT / "benchmarks" / "mutation" / "explained.toml").read_text()
-    for path, entries in run.tomllib.loads(text).items():
+    for path, entries in run.explanations().items():
         assert path in run.PATHS
         assert (ROOT / path).exists()
         for entry in entries:

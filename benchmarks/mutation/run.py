@@ -3,12 +3,13 @@
     pip install 'mutmut==3.8.1'
     python benchmarks/mutation/run.py --work /tmp/mutation --page docs/mutation.md
 
-It goes on where it was stopped: what the work folder has is not run again, but for what survived
-if asked (``--again``: the tests have become better).  mutmut names a mutant by the path of its
-file, and the folders here are imported by another name than their paths say: so it works in a
-folder of links with the real layout.  What is to kill are the tests of what is mutated and those
-in ``kill/``.  A mutant is a change of one expression; one that survives is explained in
-``explained.toml``, or is a wish for a better check.
+It goes on where it was stopped: what the work folder has is not run again, but for mutants of
+functions that have changed, and if asked (``--again``: the tests have become better) for those that
+survived and are not explained.  mutmut makes the mutants and ``forks.py`` runs them.  A mutant is
+named by the path of its file, and the folders here are imported by another name than their paths
+say: so it works in a folder of links with the real layout.  What is to kill are the tests of what
+is mutated and those in ``kill/``.  A mutant is a change of one expression; one that survives is
+explained in ``explained.toml``, or is a wish for a better check.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +38,8 @@ ROOT = HERE.parents[1]
 UNIT_TESTS = (
     "test_mutants.py",
     "test_check_mutants.py",
+    "test_window_mutants.py",
+    "test_plan_mutants.py",
     "test_steps.py",
     "test_eviction.py",
     "test_engine.py",
@@ -45,8 +47,22 @@ UNIT_TESTS = (
     "test_checks.py",
     "test_tier_checks.py",
     "test_scheduling_checks.py",
+    "test_scheduler.py",
+    "test_scheduler_mutants.py",
+    "test_offloading.py",
+    "test_disk.py",
+    "test_stream_order.py",
+    "test_pool_groups.py",
+    "test_merged_blocks.py",
 )
 """Of ``tests/``: those of what is mutated."""
+LEFT_OUT = (
+    "test_eviction.py::test_a_policy_that_has_hung_once_is_not_waited_for_as_long_again",
+    "test_tiers.py::test_faults_of_the_index_and_of_unwanted_copies_are_drawn",
+    "test_tiers.py::test_what_goes_wrong_between_groups_is_found",
+    "test_tiers.py::test_two_groups_are_driven",
+)
+"""The first passes once in a process; the others are long searches, which the loop is as well."""
 PACKAGES = ("engine", "invariants", "kernels", "stateful_tests", "fuzz")
 PATHS = (
     "engine/pool.py",
@@ -77,17 +93,11 @@ SETTINGS = """\
 source_paths = ["kvproof/engine", "kvproof/invariants"]
 also_copy = ["kvproof", "kill"]
 only_mutate = {files}
-pytest_add_cli_args = ["-p", "no:cacheprovider"]
-pytest_add_cli_args_test_selection = {tests}
 
 [tool.pytest.ini_options]
-addopts = ["--import-mode=importlib", "--deselect={once}"]
+addopts = {options}
 pythonpath = ["."]
-disable_test_id_escaping_and_forfeit_all_rights_to_community_support = true
 """
-"""mutmut runs pytest twice in one process, and ids escaped twice are other ids."""
-ONCE = "test_eviction.py::test_a_policy_that_has_hung_once_is_not_waited_for_as_long_again"
-"""Passes once in a process: it is about what the process remembers."""
 
 
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -96,9 +106,13 @@ _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 class Survivor(NamedTuple):
     """A mutant that nothing noticed."""
 
-    function: str
+    name: str
     before: str
     after: str
+
+    @property
+    def function(self) -> str:
+        return function_of(self.name)
 
     @property
     def is_wording(self) -> bool:
@@ -121,12 +135,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     build(work, asked.paths)
     if asked.again:
         forget_survivors(work, asked.paths)
-    mutate(work, asked.seconds)
+    mutate(work, asked.paths, asked.seconds)
     asked.page.write_text("\n".join(page(work, asked.paths)) + "\n", encoding="utf-8")
 
 
 def build(work: Path, paths: Sequence[str]) -> None:
-    """The folder of links, what is to kill, and mutmut's settings."""
+    """The folder of links, what is to kill, and the settings of mutmut and pytest."""
     links = work / "kvproof"
     links.mkdir(parents=True, exist_ok=True)
     for name in PACKAGES:
@@ -135,14 +149,11 @@ def build(work: Path, paths: Sequence[str]) -> None:
     shutil.copytree(HERE / "kill", work / "kill", dirs_exist_ok=True)
     for name in UNIT_TESTS:
         shutil.copy(ROOT / "tests" / name, work / "kill")
-    tests = [f"kill/{name}" for name in (*UNIT_TESTS, "test_loop.py")]
     if any(path.startswith("invariants/") for path in paths):
-        tests.append("kill/test_controls.py")
         find_controls(work / "kill" / "cases")
+    options = ["--import-mode=importlib", *(f"--deselect=kill/{name}" for name in LEFT_OUT)]
     files = [f"kvproof/{path}" for path in paths]
-    settings = SETTINGS.format(
-        files=json.dumps(files), tests=json.dumps(tests), once=f"kill/{ONCE}"
-    )
+    settings = SETTINGS.format(files=json.dumps(files), options=json.dumps(options))
     (work / "pyproject.toml").write_text(settings, encoding="utf-8")
     commits = work / "commits"
     known = commits.read_text().splitlines() if commits.exists() else []
@@ -174,31 +185,29 @@ def find_controls(folder: Path) -> None:
             save_case(shrunk.case, path)
 
 
-def mutate(work: Path, seconds: float | None) -> None:
-    """Run the mutants that have not been run, for so long at most, or until Ctrl-C."""
-    with (
-        (work / "mutmut.log").open("ab") as log,
-        suppress(subprocess.TimeoutExpired, KeyboardInterrupt),
-    ):
-        _mutmut(work, "run", "--max-children", "1", stdout=log, stderr=log, timeout=seconds)
-
-
-def _mutmut(work: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+def mutate(work: Path, paths: Sequence[str], seconds: float | None) -> None:
+    """Run the mutants that have not been run, for so long at most."""
+    tests = [f"kill/{name}" for name in (*UNIT_TESTS, "test_loop.py")]
+    if any(path.startswith("invariants/") for path in paths):
+        tests.append("kill/test_controls.py")
+    limit = ["--seconds", str(seconds)] if seconds is not None else []
+    command = [sys.executable, str(HERE / "forks.py"), *limit]
+    command += ["--tests", *tests, "--paths", *paths]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-m", "mutmut", *arguments]
-    return subprocess.run(command, cwd=work, env=environment, check=False, text=True, **options)
+    with (work / "forks.log").open("ab") as log:
+        subprocess.run(command, cwd=work, env=environment, check=True, stdout=log, stderr=log)
 
 
 def forget_survivors(work: Path, paths: Sequence[str]) -> None:
-    """They are as if they had not been run, and which tests meet what is found out anew."""
+    """Those that are not explained are as if they had not been run."""
+    explained = explanations()
     for path in paths:
         results = _results(work, path)
-        codes = results.get("exit_code_by_key", {})
-        for name in survivor_names(work, path):
-            codes[name] = None
-        if codes:
+        for one in survivors(work, path):
+            if not one.is_wording and _why(one, explained.get(path, [])) is None:
+                results["exit_code_by_key"][one.name] = None
+        if results:
             _meta(work, path).write_text(json.dumps(results))
-    (work / "mutants" / "mutmut-stats.json").unlink(missing_ok=True)
 
 
 def _meta(work: Path, path: str) -> Path:
@@ -223,13 +232,16 @@ def survivor_names(work: Path, path: str) -> list[str]:
 
 def survivors(work: Path, path: str) -> Iterator[Survivor]:
     """Those of one file, as changes of lines."""
+    kept = work / "survivors.json"
+    shown = json.loads(kept.read_text()) if kept.exists() else {}
     for name in survivor_names(work, path):
-        shown = _mutmut(work, "show", name, capture_output=True).stdout
-        lines = [line for line in shown.splitlines() if not line.startswith(("---", "+++"))]
+        lines = [
+            one for one in shown.get(name, "").splitlines() if not one.startswith(("---", "+++"))
+        ]
         before, after = (
             " ".join(line[1:].strip() for line in lines if line.startswith(sign)) for sign in "-+"
         )
-        yield Survivor(function_of(name), before, after)
+        yield Survivor(name, before, after)
 
 
 def function_of(mutant: str) -> str:
@@ -238,25 +250,32 @@ def function_of(mutant: str) -> str:
     return name.removeprefix("xǁ").replace("ǁ", ".") if "ǁ" in name else name.removeprefix("x_")
 
 
+def explanations() -> dict[str, list[dict[str, str]]]:
+    """By file."""
+    return tomllib.loads((HERE / "explained.toml").read_text(encoding="utf-8"))
+
+
 def page(work: Path, paths: Sequence[str]) -> Iterator[str]:
     """The results in Markdown."""
-    explained = tomllib.loads((HERE / "explained.toml").read_text(encoding="utf-8"))
+    explained = explanations()
     counts = {path: Counter(statuses(work, path).values()) for path in paths}
     yield "# Mutation score"
     yield ""
-    yield "Written by `python benchmarks/mutation/run.py --work FOLDER --page FILE.md"
+    named = "" if tuple(paths) == PATHS else f" {' '.join(paths)}"
+    yield f"Written by `python benchmarks/mutation/run.py --work FOLDER --page FILE.md{named}`,"
     commits = (work / "commits").read_text().splitlines()
-    yield f"{' '.join(paths)}`, at commit {', '.join(commits)}."
+    yield f"at commit {', '.join(commits)}."
     yield ""
     yield (
         "A mutant is a copy of a file with one expression changed.  It is killed by the tests of "
         "what is mutated, among them those that earlier survivors led to "
-        "(`tests/test_mutants.py`, `tests/test_check_mutants.py`), by the seeded loop from fixed "
-        "seeds (`benchmarks/mutation/kill/`), which must stay silent on what is right, and, for "
-        "the checks, by one small case for each seeded fault, which must still be seen at the "
-        "same operation and as the same property.  *Ended by force* (a time limit: it ran for "
-        "ever) counts as killed.  The score is of mutants that were run, without those that only "
-        "change the words of a message."
+        "(`tests/test_*mutants.py`), by the seeded loop from fixed seeds "
+        "(`benchmarks/mutation/kill/`), which must stay silent on what is right, and, for the "
+        "checks, by one small case for each seeded fault, which must still be seen at the same "
+        "operation and as the same property.  *Ended by force* (a time limit: it ran for ever) "
+        "counts as killed.  The score is of mutants that were run, without those that only change "
+        "the words of a message.  Where several commits are named, mutants of functions that did "
+        "not change were not run again at the later ones."
     )
     yield ""
     yield "| file | mutants | run | killed | ended by force | survived | of these wording | score |"

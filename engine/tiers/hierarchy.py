@@ -170,9 +170,7 @@ class Hierarchy(Transfers):
         targets = self.pools(to)[group].take(len(blocks))
         return self._start("store" if to == "host" else "demote", group, blocks, targets, keys)
 
-    def promote(
-        self, to: Tier, request: Request, *, hit: int, rows: int, blocks: int = 0
-    ) -> Outcome:
+    def promote(self, to: Tier, request: Request, *, hit: int, rows: int, blocks: int) -> Outcome:
         """Start copies to device or host of a prompt's blocks, of which the tier below has them.
 
         Of the first ``rows`` rows, of which the device has ``hit``; ``blocks`` of them at most

@@ -74,4 +74,3 @@ class Notice(NamedTuple):
     group: int
     target: int
     """The first slot that it wrote, which may be in another use by now."""
-    generation: int

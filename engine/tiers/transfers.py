@@ -143,7 +143,7 @@ class Transfers(Storage):
 
     def _queue(self, transfer: Transfer, wait: bool) -> None:
         """What a copy downwards takes from its queue, and puts at the end if it came to nothing."""
-        if transfer.kind in ("fetch", "promote"):
+        if transfer.kind == "fetch":
             return
         store, group = transfer.kind == "store", transfer.group
         queue = self.unstored[group] if store else self.host[group].unsaved
@@ -151,7 +151,7 @@ class Transfers(Storage):
             if wait:
                 queue[key] = None
             else:
-                queue.pop(key, None)
+                del queue[key]
 
     # -- on its way ------------------------------------------------------------------------------
 
@@ -286,12 +286,8 @@ class Transfers(Storage):
             self.counters.corrupt_blocks += dropped
 
     def _remember(self, transfer: Transfer) -> None:
-        target = transfer.targets[0]
-        device = ENDS[transfer.kind][1] == "device"
-        generation = 0 if device else self._slots(transfer, 1).generations[target]
-        self.ended.appendleft(
-            Notice(transfer.id, transfer.kind, transfer.group, target, generation)
-        )
+        notice = Notice(transfer.id, transfer.kind, transfer.group, transfer.targets[0])
+        self.ended.appendleft(notice)
 
     def _arrived(self, transfer: Transfer) -> None:
         """What it brought counts."""
