@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec.structs import replace
 
@@ -20,6 +19,7 @@ from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.subjects.errors import unavailable
 from kvproof.stateful_tests.subjects.overheard_scheduler import STOP
+from kvproof.stateful_tests.subjects.transformers_model import SHAPE, WINDOW, TinyModel
 
 if TYPE_CHECKING:
     from transformers.generation.continuous_batching.continuous_api import (
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 NAME = "transformers"
 SUPPORTED = (5, 24)
 """The minor version whose internals this adapter knows."""
+Kind = Literal["", "offload", "hybrid"]
+"""Of a subject: with full attention, with a host beside it, or with a window beside it."""
 POLICIES = ("fifo", "prefill_first")
 """The schedulers of transformers; the first one is its default."""
 
@@ -43,10 +45,11 @@ RESERVED_SECTORS = 2
 LEAST_PAGE = 4
 """Tokens of a page, at least."""
 UNBOUNDED = 1 << 20
-_VOCABULARY = 64
-_TOLERANCE = 1e-9
-_OF_LOGITS = 1e-6
-"""Tolerance of logits, which the engine rounds to 32 bits."""
+HOST_BLOCKS = 8
+"""Where a configuration has none, and there has to be a host."""
+_TOKEN_BYTES = 64
+"""Of the KV of a token."""
+_GIB = 1 << 30
 
 
 @lru_cache(maxsize=1)
@@ -67,119 +70,84 @@ def load_transformers() -> Transformers:
 
 
 class Transformers:
-    """The names of transformers that the adapter uses, and one tiny model for all subjects."""
+    """The names of transformers that the adapter uses, and two tiny models for all subjects."""
 
     def __init__(self) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         logging.getLogger("transformers").setLevel(logging.CRITICAL)
 
         import torch
-        from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+        from transformers import (
+            GenerationConfig,
+            LlamaConfig,
+            LlamaForCausalLM,
+            Qwen2Config,
+            Qwen2ForCausalLM,
+        )
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
-        from transformers.generation.continuous_batching import continuous_api
+        from transformers.generation.continuous_batching import continuous_api, offloading_manager
         from transformers.generation.continuous_batching.requests import (
             RequestState,
             RequestStatus,
         )
-        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
         torch.set_num_threads(1)  # threads of so small a model only wait for each other
         self.manager = continuous_api.ContinuousBatchingManager
         self.config = ContinuousBatchingConfig
+        self._offloading: Any = offloading_manager
         self.torch: Any = torch
-        self.rotate = apply_rotary_pos_emb
         self.state = RequestState
         self.status = RequestStatus
-        self._kv: Any = torch.zeros(0)
         self.generation = GenerationConfig(
             max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            shape = LlamaConfig(
-                vocab_size=_VOCABULARY,
-                hidden_size=16,
-                intermediate_size=16,
-                num_hidden_layers=1,
-                num_attention_heads=1,
-                num_key_value_heads=1,
-                head_dim=4,
+            full = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, head_dim=4, **SHAPE))
+            hybrid = Qwen2ForCausalLM(
+                Qwen2Config(
+                    num_hidden_layers=2,
+                    hidden_size=4,
+                    layer_types=["sliding_attention", "full_attention"],
+                    use_sliding_window=True,
+                    sliding_window=WINDOW,
+                    **{name: size for name, size in SHAPE.items() if name != "hidden_size"},
+                )
             )
-            self.model = LlamaForCausalLM(shape).to(torch.float64).eval()
-        # A model of 64 tokens for prompts of any: it sees them modulo 64.
-        embeddings = self.model.get_input_embeddings()
-        embeddings.register_forward_pre_hook(lambda module, inputs: (inputs[0] % _VOCABULARY,))
+        self.full = TinyModel(torch, full, (0,))
+        self.hybrid = TinyModel(torch, hybrid, (WINDOW, 0))
 
         # The engine, but for its destructor, which collects all garbage of the process.
         engine: Any = continuous_api.ContinuousBatchProcessor
         self._processor = type("Processor", (engine,), {"__del__": lambda self: None})
 
-    def foreign(self, tokens: Sequence[int], kv: Any) -> int | None:
-        """The first position whose KV is not that of its token.
-
-        ``kv``: keys and values by position.  With one layer they depend on token and position only,
-        so that what each should be is known.
-        """
-        if len(self._kv) < len(tokens):
-            self._kv = self._kv_of_all(2 * len(tokens))
-        rows = self.torch.arange(len(tokens))
-        expected = self._kv[rows, self.torch.tensor(tokens) % _VOCABULARY]
-        wrong = ((kv - expected).abs() > _TOLERANCE).flatten(1).any(1)
-        return int(wrong.nonzero()[0]) if wrong.any() else None
-
-    def misled(self, sequences: Sequence[Sequence[int]], logits: Any) -> int | None:
-        """The first sequence after which the logits are not those that the model computes of it.
-
-        ``logits``: one row for each.  The model computes here without cache and indices, over
-        sequences padded at the end, which causal attention does not see.
-        """
-        torch, lengths = self.torch, list(map(len, sequences))
-        tokens = torch.zeros((len(sequences), max(lengths)), dtype=torch.int64)
-        for row, sequence in enumerate(sequences):
-            tokens[row, : lengths[row]] = torch.tensor(sequence)
-        model, last = self.model.model, torch.tensor(lengths) - 1
-        with torch.no_grad():
-            hidden = model.embed_tokens(tokens)
-            rotation = model.rotary_emb(hidden, position_ids=torch.arange(max(lengths))[None])
-            hidden = model.layers[0](hidden, position_embeddings=rotation)
-            expected = self.model.lm_head(model.norm(hidden[torch.arange(len(lengths)), last]))
-        wrong = ((logits[: len(lengths)] - expected).abs() > _OF_LOGITS).any(1)
-        return int(wrong.nonzero()[0]) if wrong.any() else None
-
-    def _kv_of_all(self, positions: int) -> Any:
-        """Keys and values of each token at each position, as the model computes them."""
-        torch, model = self.torch, self.model.model
-        layer = model.layers[0]
-        with torch.no_grad():
-            tokens = torch.arange(_VOCABULARY).repeat(positions)
-            hidden = layer.input_layernorm(model.embed_tokens(tokens))
-            keys, values = layer.self_attn.k_proj(hidden), layer.self_attn.v_proj(hidden)
-            places = torch.arange(positions).repeat_interleave(_VOCABULARY)
-            cosines, sines = model.rotary_emb(values, position_ids=places[None])
-            _, keys = self.rotate(keys[None, None], keys[None, None], cosines, sines)
-            kv = torch.stack((keys[0, 0], values), 1)
-        return kv.view(positions, _VOCABULARY, 2, -1)
-
     def new_processor(
-        self, configuration: Configuration, policy: str, batch: int
+        self, configuration: Configuration, policy: str, batch: int, model: TinyModel
     ) -> ContinuousBatchProcessor:
         """A whole engine over a pool of its own, as its manager's thread would make it.
 
         ``batch``: requests in a step, at most.
         """
+        layers = len(model.windows)
+        blocks, size = configuration.host_blocks, configuration.block_size
         manager = self.manager(
-            self.model,
+            model.model,
             self.generation,
             self.config(
-                page_size=configuration.block_size,
-                num_blocks=configuration.blocks,
+                page_size=size,
+                num_blocks=configuration.blocks // layers,
                 max_batch_tokens=configuration.scheduling.token_budget,
                 max_requests_per_batch=batch,
-                allow_block_sharing=configuration.prefix_caching,
+                allow_block_sharing=configuration.prefix_caching or layers > 1,
                 scheduler_type=policy,
+                cpu_offload_space=blocks * size * _TOKEN_BYTES / _GIB,
             ),
         )
-        processor: Any = manager._create_batch_processor()
+        self._offloading.torch = _Unpinned(self.torch)
+        try:
+            processor: Any = manager._create_batch_processor()
+        finally:
+            self._offloading.torch = self.torch
         processor.__class__ = self._processor
         return processor
 
@@ -195,24 +163,43 @@ class Transformers:
         )
 
 
+class _Unpinned:
+    """torch, but for an argument that only works beside an accelerator: memory is not pinned."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torch, name)
+
+    def empty(self, *size: int, pin_memory: bool = False, **named: Any) -> Any:
+        return self._torch.empty(*size, **named)
+
+
 def blocks_per_sector(size: int) -> int:
-    """Sectors are multiples of 128 bytes, of which a token takes 64 here."""
-    return 1 + size % 2
+    """Sectors are multiples of 128 bytes."""
+    return 1 + size * _TOKEN_BYTES // 64 % 2
 
 
-def fitted(configuration: Configuration) -> Configuration:
-    """As transformers would accept it, and with a budget that matters."""
+def fitted(configuration: Configuration, kind: Kind = "") -> Configuration:
+    """As transformers would accept it, and with a budget that matters.
+
+    Offloading, it has a host; hybrid, blocks for two layers, and no prefix cache.
+    """
     size, blocks = max(configuration.block_size, LEAST_PAGE), configuration.blocks
-    blocks += blocks % blocks_per_sector(size)
-    pool, limits = blocks * size, configuration.scheduling
+    layers = 2 if kind == "hybrid" else 1
+    blocks += blocks % max(blocks_per_sector(size), layers)
+    host = (configuration.host_blocks or HOST_BLOCKS) if kind == "offload" else 0
+    pool, limits = blocks // layers * size, configuration.scheduling
     budget = limits.token_budget if limits.token_budget < pool else max(1, pool // 2)
     return Configuration(
         blocks=blocks,
         block_size=size,
         requests=UNBOUNDED,
         run_ahead=1,
-        prefix_caching=configuration.prefix_caching,
+        prefix_caching=configuration.prefix_caching and layers == 1,
         kv_bytes_per_token=configuration.kv_bytes_per_token,
+        host_blocks=host + host % blocks_per_sector(size),
         scheduling=replace(
             Limits(),
             token_budget=budget,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -50,12 +51,12 @@ from kvproof.invariants.operations import (
 )
 from kvproof.invariants.outcomes import SKIPPED, Outcome
 from kvproof.invariants.subject import Configuration, Semantics
-from kvproof.invariants.view import Standing
 from kvproof.stateful_tests.subjects.transformers_loading import (
     NAME,
     RESERVED_SECTORS,
     blocks_per_sector,
 )
+from kvproof.stateful_tests.subjects.transformers_told import OverheardView, Told, block_key
 
 if TYPE_CHECKING:
     from transformers.generation.continuous_batching.continuous_api import (
@@ -85,94 +86,9 @@ class Listener(Protocol):
         """This was done, for that request; ``apply`` has its outcome."""
         ...
 
-
-class Told:
-    """A request as the cache's checks know it: of its tokens, those that were given slots."""
-
-    __slots__ = ("computed", "epoch", "name", "number", "rows", "running", "slots", "tokens")
-
-    def __init__(self, number: int, name: str, tokens: int) -> None:
-        self.number = number
-        self.name = name
-        self.tokens = tokens
-        self.slots = 0
-        self.computed = 0
-        self.epoch = 0
-        self.running = False
-        self.rows = 0
-        """Rows of its table that were told."""
-
-
-def _key(block_hash: int) -> bytes:
-    return block_hash.to_bytes(8, "little")
-
-
-class OverheardView:
-    """The cache of transformers as it is; of a request, also where its scheduler keeps it."""
-
-    def __init__(self, cache: OverheardCache) -> None:
-        self._cache = cache
-        self._pool = cache.cache.pool
-        self._allocator = cache.allocator
-        self._ledger = cache.allocator.ledger
-
-    def free_count(self, group: int) -> int:
-        unassigned: int = self._pool.num_free_sectors * self._allocator.blocks_per_sector
-        free: int = self._pool.count_free_blocks(self._allocator.index)
-        return unassigned + free + len(self._ledger.cached_blocks)
-
-    def ref_counts(self, group: int) -> Sequence[int]:
-        """A count of 1 is not kept: a block has it that is in some table."""
-        semantics = self._cache.semantics
-        counts = [0] * (self._cache.configuration.blocks + len(semantics.reserved))
-        for table in self._allocator.block_table.values():
-            for block in table:
-                counts[block] = 1
-        for block, count in self._ledger.shared_ref_counts.items():
-            counts[block] = count
-        return counts
-
-    def free_blocks(self, group: int) -> Sequence[int]:
-        per_sector = self._allocator.blocks_per_sector
-        return [
-            *(s * per_sector + i for s in self._pool.free_sectors for i in range(per_sector)),
-            *(b for t in self._pool._free_blocks[self._allocator.index].trees.values() for b in t),
-            *self._ledger.cached_blocks,
-        ]
-
-    def index(self, group: int) -> Mapping[bytes, Sequence[int]]:
-        return {_key(key): (block,) for key, block in self._ledger.hash_to_block.items()}
-
-    def requests(self) -> Sequence[int]:
-        return list(self._cache.live)
-
-    def standing(self, request: int) -> Standing:
-        live = self._cache.live[request]
-        if not live.running:
-            return "preempted", live.tokens, 0, (len(self.table(request, 0)),)
-        return "running", live.tokens, self._computed(live), (len(self.table(request, 0)),)
-
-    def _computed(self, live: Told) -> int:
-        """As the engine has it; while it is at work, it may not have written it down yet."""
-        cache = self._cache
-        state = cache.scheduler.active_requests.get(live.name)
-        if cache.at_work or state is None:
-            return live.computed
-        position: int = state.position_offset
-        return position
-
-    def table(self, request: int, group: int) -> Sequence[int]:
-        found: Sequence[int] = self._allocator.block_table.get(self._cache.live[request].name, ())
-        return found
-
-    def steps_in_flight(self) -> Sequence[int]:
-        return [step.step for step in self._cache.steps]
-
-    def metrics(self) -> Mapping[str, int]:
-        return {}
-
-    def request_metrics(self, request: int) -> Mapping[str, int]:
-        return {}
+    def cancelled(self, name: str) -> None:
+        """The last that it had was on the host, and is free now."""
+        ...
 
 
 class OverheardCache:
@@ -208,7 +124,7 @@ class OverheardCache:
         trash = RESERVED_SECTORS * blocks_per_sector(self.size)
         self.semantics = replace(self.semantics, reserved=tuple(range(trash)))
         self.cache: Any = processor.cache
-        (self.allocator,) = self.cache.cache_allocators.values()
+        self.allocator: Any = self.cache.cache_allocators["full_attention"]
         self.scheduler: Any = processor.scheduler
         self.live: dict[int, Told] = {}
         """By number: requests that were admitted and have not ended …"""
@@ -217,7 +133,7 @@ class OverheardCache:
         self.running: list[Told] = []
         self.preempted: list[Told] = []
         self.steps: deque[StepLaunched] = deque()
-        self.evictions = 0
+        self.evictions = self.withheld = 0
         self.at_work = False
         """Whether the engine is in the middle of a step."""
         self._listener = listener
@@ -233,15 +149,12 @@ class OverheardCache:
             "evict_cached_blocks",
             "prepare_fork_request",
         ):
-            self._listen(name, getattr(self.cache, name), getattr(self, f"_{name}"))
+            self._listen(self.cache, name)
 
-    def _listen(self, name: str, original: Callable[..., Any], listens: Callable[..., Any]) -> None:
-        """From now on the engine's calls of that method pass through here."""
-
-        def overheard(*arguments: Any, **named: Any) -> Any:
-            return listens(original, *arguments, **named)
-
-        setattr(self.cache, name, overheard)
+    def _listen(self, owner: Any, name: str) -> None:
+        """From now on the engine's calls of that method of its pass through the one here."""
+        listens = getattr(self, f"_{name.lstrip('_')}")
+        setattr(owner, name, partial(listens, getattr(owner, name)))
 
     # -- the subject that the checks see -------------------------------------------------------
 
@@ -304,7 +217,7 @@ class OverheardCache:
             operation = self._listener.admission(name, slots)
             event: Event = RequestAdmitted(live.number, tokens, cached)
         else:
-            operation = Resume(self.preempted.index(live), slots)
+            operation = Resume(self.preempted.index(live), slots, late=live.swapped)
             self.preempted.remove(live)
             event = RequestResumed(live.number, cached)
         insort(self.running, live, key=_by_number)
@@ -312,9 +225,14 @@ class OverheardCache:
         live.computed = cached
         live.slots = slots
         self._tell_rows(live, cached // self.size)
+        transfers = self._load(live)
         self._events.append(event)
-        self._tell(operation, live, cached_tokens=cached)
+        self._tell(operation, live, cached_tokens=cached, transfers=transfers)
         return live
+
+    def _load(self, live: Told) -> tuple[int, ...]:
+        """Copies that begin for it, of what is on the host."""
+        return ()
 
     def _tell_rows(self, live: Told, reused: int = 0) -> None:
         """Rows of its table that were not told yet; so many of them are a prefix hit."""
@@ -359,7 +277,7 @@ class OverheardCache:
             if old != new:
                 self._events.append(BlockMerged(0, live.number, row, old, new))
             elif new in hashes and new not in known:
-                key = _key(hashes[new])
+                key = block_key(hashes[new])
                 self._events.append(BlocksPublished(0, live.number, row, [new], [key]))
         if len(self._events) > told:
             self._tell(Reserve(self.running.index(live), live.slots), live, count=0)
@@ -373,8 +291,13 @@ class OverheardCache:
             self._tell(Evict(len(cached)), count=len(cached))
         return evicted
 
+    def _keys_of(self, blocks: Sequence[int]) -> dict[int, bytes]:
+        """Of those that are findable."""
+        findable = self.allocator.ledger.block_to_hash
+        return {block: self._key_of(block) for block in blocks if block in findable}
+
     def _key_of(self, block: int) -> bytes:
-        return _key(self.allocator.ledger.block_to_hash.get(block, 0))
+        return block_key(self.allocator.ledger.block_to_hash.get(block, 0))
 
     def _tell_evicted(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
         self.evictions += len(blocks)
@@ -389,7 +312,7 @@ class OverheardCache:
         names: list[str],
         copies: dict[str, tuple[list[int], list[int]]],
     ) -> list[str]:
-        ((_, targets),) = copies.values()
+        _, targets = copies[self.allocator.layer_type]
         before = len(targets)
         forked = original(state, names, copies)
         parent = self.by_name[state.request_id]
@@ -429,7 +352,7 @@ class OverheardCache:
         """The request is to be computed anew, was cancelled, or has finished."""
         live = self.by_name.get(name)
         blocks = self._table(name)
-        keys = {b: self._key_of(b) for b in blocks if b in self.allocator.ledger.block_to_hash}
+        keys = self._keys_of(blocks)
         original(name, no_cache)
         if live is None:
             return
@@ -437,26 +360,39 @@ class OverheardCache:
         if not live.running and not cancelled:
             return  # given back already, when it was preempted
         if live.running:
-            live.rows = live.computed = live.slots = 0
             self._events.append(BlocksReleased(0, live.number, blocks))
-            hashes = self.allocator.ledger.block_to_hash
-            lost = [block for block in keys if block not in hashes]
-            if lost:
-                self._tell_evicted(lost, [keys[block] for block in lost])
-        self._leave(live, preempted=no_cache, cancelled=cancelled)
+            self._tell_lost(self._lost(keys))
+        if no_cache:
+            self._preempt(live)
+        else:
+            self._end(live, cancelled=cancelled)
 
-    def _leave(self, live: Told, *, preempted: bool, cancelled: bool) -> None:
+    def _lost(self, keys: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Of blocks that were findable, those that are so no longer."""
+        hashes = self.allocator.ledger.block_to_hash
+        return {block: key for block, key in keys.items() if block not in hashes}
+
+    def _tell_lost(self, lost: Mapping[int, bytes]) -> None:
+        if lost:
+            self._tell_evicted(list(lost), list(lost.values()))
+
+    def _preempt(self, live: Told, transfers: tuple[int, ...] = ()) -> None:
+        """``transfers``: copies of all that was computed of it."""
+        index = self.running.index(live)
+        self.running.remove(live)
+        insort(self.preempted, live, key=_by_number)
+        live.running, live.swapped = False, bool(transfers)
+        live.suspended = live.computed if transfers else 0
+        live.rows = live.computed = live.slots = 0
+        live.epoch += 1
+        self._events.append(RequestPreempted(live.number))
+        self._tell(Preempt(index, swap=live.swapped), live, transfers=transfers)
+
+    def _end(self, live: Told, *, cancelled: bool) -> None:
         among_all = list(self.live).index(live.number)
         queue = self.running if live.running else self.preempted
         index = queue.index(live)
         queue.remove(live)
-        if preempted:
-            insort(self.preempted, live, key=_by_number)
-            live.running = False
-            live.epoch += 1
-            self._events.append(RequestPreempted(live.number))
-            self._tell(Preempt(index), live)
-            return
         del self.live[live.number], self.by_name[live.name]
         if cancelled:
             self._events.append(RequestAborted(live.number))

@@ -34,10 +34,12 @@ How transformers maps:
   these tokens alone, without cache and engine (``ForeignLogits``).
 * Time stands still: figures of time are 0.
 
-Not driven: sliding windows, alone or beside full attention (their tables are rings, which a step's
-tables cannot say), offloading to the host (its memory is pinned, which CPUs have not), asynchronous
-batching (which needs an accelerator), attention by kernels that take no mask, and the choice of a
-token by its logits.
+``transformers:offload`` has a host to which requests are swapped out
+(:mod:`kvproof.stateful_tests.subjects.transformers_offload`), ``transformers:hybrid`` a layer with
+a window beside one of full attention (:mod:`kvproof.stateful_tests.subjects.transformers_hybrid`).
+
+Not driven: windows alone, both of these together, asynchronous batching (which needs an
+accelerator), attention by kernels that take no mask, and the choice of a token by its logits.
 
 transformers is imported when the first subject is built, not with this module.
 """
@@ -74,13 +76,17 @@ from kvproof.invariants.scheduling.vocabulary import (
 )
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.subjects.overheard_scheduler import OverheardScheduler
+from kvproof.stateful_tests.subjects.transformers_hybrid import HybridCache
 from kvproof.stateful_tests.subjects.transformers_loading import (
     CHILD,
     NAME,
     POLICIES,
+    Kind,
     fitted,
     load_transformers,
 )
+from kvproof.stateful_tests.subjects.transformers_model import WINDOW
+from kvproof.stateful_tests.subjects.transformers_offload import OffloadingCache
 from kvproof.stateful_tests.subjects.transformers_overheard import OverheardCache
 from kvproof.stateful_tests.subjects.transformers_view import Job, TransformersView
 
@@ -88,10 +94,12 @@ if TYPE_CHECKING:
     from transformers.generation.continuous_batching.requests import RequestState
 
 
-def transformers_factory(policy: str) -> Callable[[Configuration], TransformersSubject]:
-    """A subject with that scheduler of transformers."""
+def transformers_factory(
+    policy: str, kind: Kind = ""
+) -> Callable[[Configuration], TransformersSubject]:
+    """A subject of that kind, with that scheduler of transformers."""
     load_transformers()  # now, so that a missing package is bad input and not a crash
-    return partial(TransformersSubject, policy=policy)
+    return partial(TransformersSubject, policy=policy, kind=kind)
 
 
 class ForeignKv(Exception):
@@ -102,6 +110,11 @@ class ForeignLogits(Exception):
     """What is sampled from does not follow from the request's tokens."""
 
 
+_CACHES: dict[Kind, type[OverheardCache]] = {
+    "": OverheardCache,
+    "offload": OffloadingCache,
+    "hybrid": HybridCache,
+}
 _WRONG_PLACE = -1
 """No block: a position at another place of its block than its own."""
 
@@ -114,28 +127,39 @@ class TransformersSubject(OverheardScheduler):
 
     capabilities = frozenset(("arrive", "schedule", "run", "retire", "abort"))
 
-    def __init__(self, configuration: Configuration, *, policy: str = POLICIES[0]) -> None:
+    def __init__(
+        self,
+        configuration: Configuration,
+        *,
+        policy: str = POLICIES[0],
+        kind: Kind = "",
+    ) -> None:
         self.transformers = load_transformers()
-        name = NAME if policy == POLICIES[0] else f"{NAME}:{policy}"
-        super().__init__(name, fitted(configuration), Promises())
+        words = (NAME, kind, "" if policy == POLICIES[0] else policy)
+        super().__init__(":".join(filter(None, words)), fitted(configuration, kind), Promises())
+        self.model = self.transformers.hybrid if kind == "hybrid" else self.transformers.full
         self.processor: Any = self.transformers.new_processor(
-            self.configuration, policy, batch=configuration.requests
+            self.configuration, policy, configuration.requests, self.model
         )
         self.scheduler = self.processor.scheduler
-        self._overhear(OverheardCache(self.configuration, self.processor, listener=self))
+        cache = _CACHES[kind]
+        self._overhear(cache(self.configuration, self.processor, listener=self))
         self.jobs: dict[int, Job] = {}
         """Live requests, by arrival …"""
         self.jobs_by_name: dict[str, Job] = {}
         self.in_flight: dict[str, int] = {}
         """Tokens of the step in flight, by request."""
         self.prefix_hits = self.prefix_queries = self.steps = 0
+        self.offloaded = self.restored = 0
+        """Blocks of requests that were swapped out, and in."""
         self.state_view = TransformersView(self)
         self._step: int | None = None
         """In flight."""
         self._sent: dict[str, Job] = {}
         """By name: requests of which further samples were wanted, and are to come."""
         self._preempted: list[int] = []
-        """Of the requests that ran, those that the present iteration preempted."""
+        self._swapped: list[int] = []
+        """Of the requests that ran, those that the present iteration preempted, and swapped out."""
         self._logits: Any = None
         """What the present step samples from, one row for each token."""
         runner = self.processor.model_runner
@@ -160,11 +184,20 @@ class TransformersSubject(OverheardScheduler):
         if job is None:
             return
         if isinstance(operation, Preempt) and job.ran and not job.displaced:
-            job.displaced = True
+            job.displaced, job.swapped = True, operation.swap
             job.preemptions += 1
-            self._preempted.append(job.number)
+            (self._swapped if job.swapped else self._preempted).append(job.number)
+            self.offloaded += job.swapped * self._rows_of(job)
         elif outcome.cached_tokens or isinstance(operation, Admit):
             self._holds(job)
+
+    def cancelled(self, name: str) -> None:
+        self._cancel(self.jobs_by_name[name])
+
+    def _rows_of(self, job: Job) -> int:
+        """Blocks of all that was computed of it when it was swapped out."""
+        suspended: int = self.cache.by_name[job.name].suspended
+        return -(-suspended // self.configuration.block_size)
 
     def _holds(self, job: Job) -> None:
         self._emit(BlocksHeld(job.number, self.cache.by_name[job.name].number))
@@ -207,13 +240,22 @@ class TransformersSubject(OverheardScheduler):
         return Outcome("done", None, job.number)
 
     def _cancelled(self) -> Any:
-        """The engine looks at what was cancelled since its last batch."""
+        """The engine looks at what was cancelled since its last batch.
+
+        That is a set of strings, whose order differs from process to process: here it has one.
+        """
+        names = self.scheduler._requests_to_cancel
+        self.scheduler._requests_to_cancel = dict.fromkeys(sorted(names))
         states = self._clear_cancelled()
         for state in states:
-            job = self.jobs_by_name[state.request_id]
-            self._forget(job)
-            self._emit(RequestCancelled(job.number))
+            live = self.cache.by_name.get(state.request_id)
+            if live is None or not live.swapped:  # else the host still has it
+                self._cancel(self.jobs_by_name[state.request_id])
         return states
+
+    def _cancel(self, job: Job) -> None:
+        self._forget(job)
+        self._emit(RequestCancelled(job.number))
 
     def _forget(self, job: Job) -> None:
         del self.jobs[job.number], self.jobs_by_name[job.name]
@@ -225,12 +267,12 @@ class TransformersSubject(OverheardScheduler):
             return Outcome("refused", RUN_AHEAD_LIMIT)
         if not self.jobs:
             return Outcome("refused", NOTHING_TO_RUN)
-        self._preempted = []
+        self._preempted, self._swapped = [], []
         self.cache.at_work = True
         items: list[tuple[Job, StepItem]] = []
         sampling: list[Job] = []
         if self.processor.prepare_next_batch():
-            self.processor._generation_step(self.transformers.model)
+            self.processor._generation_step(self.model.model)
             sampling = self._sample()
             items = self._items()
         admitted, resumed = self._entered(items)
@@ -240,7 +282,7 @@ class TransformersSubject(OverheardScheduler):
             self.batch_size = len(items)
             self.in_flight = {job.name: item.end - item.start for job, item in items}
             self.cache.launched(self._step, [item for _, item in items])
-        self.preemptions += len(self._preempted)
+        self.preemptions += len(self._preempted) + len(self._swapped)
         self._emit(
             Scheduled(
                 self._iterations,
@@ -250,7 +292,7 @@ class TransformersSubject(OverheardScheduler):
                 admitted,
                 resumed,
                 tuple(self._preempted),
-                (),
+                tuple(self._swapped),
             )
         )
         self._iterations += 1
@@ -273,7 +315,8 @@ class TransformersSubject(OverheardScheduler):
                 admitted.append(job.number)
             elif job.displaced:
                 resumed.append(job.number)
-            job.displaced = False
+                self.restored += job.swapped * -(-item.start // self.configuration.block_size)
+            job.displaced = job.swapped = False
         self.admissions += len(admitted)
         self.resumptions += len(resumed)
         return tuple(admitted), tuple(resumed)
@@ -347,7 +390,7 @@ class TransformersSubject(OverheardScheduler):
     def _compare_logits(self, sampling: Sequence[Job]) -> None:
         """What the model samples from are the logits after all tokens of the request."""
         sequences = [[*job.prompt, *job.sampled[:-1]] for job in sampling]
-        wrong = self.transformers.misled(sequences, self._logits) if sampling else None
+        wrong = self.model.misled(sequences, self._logits) if sampling else None
         if wrong is not None:
             raise ForeignLogits(
                 f"request {sampling[wrong].number} samples position {len(sequences[wrong])} from "
@@ -356,9 +399,8 @@ class TransformersSubject(OverheardScheduler):
 
     def _items(self) -> list[tuple[Job, StepItem]]:
         """What the step computed of each request, and through which table."""
-        places = self.processor.inputs_and_outputs
-        written = places.write_index_storage[0, : places.true_write_sizes[0]].tolist()
-        read = places.read_index_storage[0, : places.true_read_sizes[0]].tolist()
+        written, read = self._indices(self.cache.allocator)
+        ring = self._ring_slots() if len(self.model.windows) > 1 else None
         items, writes, reads = [], 0, 0
         for job, state, tokens, _ in self._batch():
             end = state.position_offset
@@ -370,21 +412,39 @@ class TransformersSubject(OverheardScheduler):
                 continue  # all that is computed already is read once more, for nothing
             live = self.cache.by_name[job.name]
             table = self._table(job.name, slots[:start] + own, slots)
-            self._compare(job, slots[:start] + own)
+            self._compare(job, end, slots[:start] + own if ring is None else ring[job.name])
             items.append((job, StepItem(live.number, live.epoch, start, end, (table,))))
         return items
 
-    def _compare(self, job: Job, slots: Sequence[int]) -> None:
-        """What the model finds at the positions of a request is the KV of its tokens."""
-        keys, values = self.cache.allocator._kv_token_views[0]
+    def _indices(self, allocator: Any) -> tuple[list[int], list[int]]:
+        """Slots that the step wrote and read in that group, request after request."""
+        places, group = self.processor.inputs_and_outputs, allocator.index
+        written = places.write_index_storage[group, : places.true_write_sizes[group]]
+        read = places.read_index_storage[group, : places.true_read_sizes[group]]
+        return written.tolist(), read.tolist()
+
+    def _ring_slots(self) -> dict[str, list[int]]:
+        """By request: the slots of the last positions that its ring holds after the step."""
+        written, read = self._indices(self.cache.ring)
+        found, writes, reads = {}, 0, 0
+        for job, state, tokens, _ in self._batch():
+            cached = min(state.position_offset - tokens, WINDOW - 1)
+            slots = read[reads : reads + cached] + written[writes : writes + tokens]
+            writes, reads = writes + tokens, reads + cached + tokens
+            found[job.name] = slots[-min(state.position_offset, WINDOW) :]
+        return found
+
+    def _compare(self, job: Job, end: int, slots: Sequence[int]) -> None:
+        """What the model finds at the last positions of a request is the KV of its tokens."""
+        keys, values = self.cache.cache.layer_to_allocator[0]._kv_token_views[0]
         torch = self.transformers.torch
         kv = torch.stack((keys[slots, 0], values[slots, 0]), 1)
-        tokens = [*job.prompt, *job.sampled][: len(slots)]
-        position = self.transformers.foreign(tokens, kv)
+        tokens = [*job.prompt, *job.sampled][:end]
+        position = self.model.foreign(tokens, kv)
         if position is not None:
             raise ForeignKv(
-                f"request {job.number} reads position {position} from slot {slots[position]}, "
-                "which holds the KV of another token"
+                f"request {job.number} reads position {position} from slot "
+                f"{slots[position - end]}, which holds the KV of another token"
             )
 
     def _table(self, name: str, slots: Sequence[int], read: Sequence[int]) -> list[int]:

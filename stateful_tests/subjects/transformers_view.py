@@ -32,6 +32,7 @@ class Job:
         "prompt",
         "ran",
         "sampled",
+        "swapped",
     )
 
     def __init__(self, number: int, name: str, operation: Arrive, prompt: list[int]) -> None:
@@ -51,7 +52,9 @@ class Job:
         self.preemptions = 0
         self.ran = False
         self.displaced = False
-        """Preempted, and not run since."""
+        """Preempted, and not run since …"""
+        self.swapped = False
+        """… what was computed being on the host."""
 
     @property
     def max_tokens(self) -> int:
@@ -93,18 +96,22 @@ class TransformersView:
         active = scheduler.active_requests.get(job.name)
         waiting = scheduler.waiting_requests.get(job.name)
         state = active or waiting
+        nowhere: QueueState = "preempted" if job.swapped else "swapped"
+        """Which it is not: stands for no queue, or more than one."""
         if state is None:
-            return "swapped", 0, job.preemptions
+            return nowhere, 0, job.preemptions
         outputs = len(state.initial_tokens) + len(state.generated_tokens) - len(job.prompt)
         placed = scheduler.waiting_requests_order.count(job.name) == (waiting is not None)
         if (active is not None and waiting is not None) or not placed:
-            return "swapped", outputs, job.preemptions
+            return nowhere, outputs, job.preemptions
         return self._queue(job, active is not None), outputs, job.preemptions
 
     def _queue(self, job: Job, active: bool) -> QueueState:
         """As the checks understand it: active requests may hold blocks before they are run."""
         if not job.ran:
             return "waiting"
+        if job.swapped:
+            return "swapped"
         return "running" if active and not job.displaced else "preempted"
 
     def cache_request(self, request: int) -> int | None:
@@ -114,12 +121,13 @@ class TransformersView:
     def metrics(self) -> Mapping[str, int]:
         subject = self._subject
         cache, configuration = subject.cache, subject.configuration
-        total, free = cache.cache.num_blocks, cache.view().free_count(0)
+        total = cache.cache.num_blocks * len(cache.cache.cache_allocators)
+        free, withheld = cache.view().free_count(0), cache.withheld
         block_bytes = configuration.block_size * configuration.kv_bytes_per_token
         running = [job for job in subject.jobs.values() if self._runs(job)]
         return NO_COPIES | {
             "kv_capacity_bytes": total * block_bytes,
-            "kv_bytes_used": (total - free) * block_bytes,
+            "kv_bytes_used": (total - free - withheld) * block_bytes,
             "kv_blocks_total": total,
             "kv_blocks_free": free,
             "live_cached_tokens": sum([self._computed(job) for job in running]),
@@ -129,6 +137,8 @@ class TransformersView:
             "resumptions": subject.resumptions,
             "preemptions": subject.preemptions,
             "evictions": cache.evictions,
+            "host_offload_bytes": subject.offloaded * block_bytes,
+            "host_promotions": subject.restored,
             "prefix_cache_hits": subject.prefix_hits,
             "prefix_cache_queries": subject.prefix_queries,
             "iterations": subject.steps,
