@@ -67,6 +67,18 @@ class View(Protocol):
 
 
 @runtime_checkable
+class RecentView(View, Protocol):
+    """When what is cached was last used; asked only where this decides what is evicted first."""
+
+    def last_uses(self, group: int) -> Mapping[int, float]:
+        """Findable blocks, and the time of each one's last use on a clock that only grows.
+
+        Where prefixes outlive their extensions, a use of an extension is one of the prefix.
+        """
+        ...
+
+
+@runtime_checkable
 class TieredView(View, Protocol):
     """State of the tiers below the device as well; asked only of subjects that have them."""
 

@@ -3,7 +3,9 @@
 Verifies: where the subject promises it, that the evicted block is the one whose last reference
 went the longest time ago; that nothing is evicted while an empty-free block is left; that a
 request gives back its last block first; where the configuration names an order for a tier, least
-recently used or ARC, the same of that tier; in an audit, that the free blocks stand in that order.
+recently used or ARC, the same of that tier; in an audit, that the free blocks stand in that order;
+where content goes in pieces, that none goes when there is enough; where the subject shows when each
+was last used, that hits and publications are uses, and that the longest unused go first.
 
 Does not verify: that every cached extension has its prefix cached too (least recently used
 evicts duplicates' children out of that order, see survey R14); orders of other policies.
@@ -11,10 +13,11 @@ evicts duplicates' children out of that order, see survey R14); orders of other 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice, pairwise
 
-from kvproof.invariants.books import GroupBooks
+from kvproof.invariants.books import Books
+from kvproof.invariants.checks.order_pieces import Pieces
 from kvproof.invariants.events import (
     BlockCopied,
     BlocksAllocated,
@@ -25,12 +28,16 @@ from kvproof.invariants.events import (
     TransferStarted,
     why_evicted,
 )
+from kvproof.invariants.group_books import GroupBooks
 from kvproof.invariants.operations import Operation, Promote, Tier
 from kvproof.invariants.orders import Adaptive
 from kvproof.invariants.outcomes import Outcome, Status
 from kvproof.invariants.property import Check, Claim, EventHandler, OperationHandler
+from kvproof.invariants.shadow import Shadow
 from kvproof.invariants.slot_books import ENDS, TierBooks
 from kvproof.invariants.subject import Semantics
+from kvproof.invariants.verdict import Violation
+from kvproof.invariants.view import View
 
 
 class Order(Check):
@@ -54,11 +61,21 @@ class Order(Check):
     positive_control = "evicts-the-hottest"
     counts_itself = True
 
+    def __init__(
+        self,
+        books: Books,
+        shadows: list[Shadow],
+        view: View,
+        report: Callable[[Violation], None],
+    ) -> None:
+        super().__init__(books, shadows, view, report)
+        self._pieces = Pieces(self) if _in_pieces(self.semantics) else None
+
     @classmethod
     def promised(cls, semantics: Semantics) -> bool:
         tiers: tuple[Tier, ...] = ("device", "host", "disk") if semantics.tiers else ("device",)
         ordered = any(semantics.promises_order(tier) for tier in tiers)
-        return ordered or semantics.release_order == "tail_first"
+        return ordered or semantics.release_order == "tail_first" or _in_pieces(semantics)
 
     def before_event(self) -> Mapping[type[Event], EventHandler]:
         handlers: dict[type[Event], EventHandler] = {}
@@ -72,7 +89,19 @@ class Order(Check):
             handlers[TransferStarted] = self._copy_starts
         if self.semantics.release_order == "tail_first":
             handlers[BlocksReleased] = self._released
+        if self._pieces is not None:
+            handlers |= {
+                kind: _both(handlers.get(kind), handler)
+                for kind, handler in self._pieces.handlers().items()
+            }
         return handlers
+
+    def concludes(self, kind: type[Operation], status: Status) -> bool:
+        return self._pieces is not None and super().concludes(kind, status)
+
+    def conclude(self, operation: Operation, outcome: Outcome) -> None:
+        if self._pieces is not None:
+            self._pieces.conclude(operation, outcome)
 
     def expecting(self, kind: type[Operation]) -> OperationHandler | None:
         exact = self.books.tiers is not None and self.semantics.exact_tiers
@@ -270,3 +299,19 @@ class Order(Check):
                 block=(actual or expected)[0],
                 tier=tier.tier,
             )
+
+
+def _in_pieces(semantics: Semantics) -> bool:
+    return semantics.eviction_order == "shown" or not semantics.exact_eviction
+
+
+def _both(first: EventHandler | None, second: EventHandler) -> EventHandler:
+    """One handler that does what two do."""
+    if first is None:
+        return second
+
+    def handle(event: Event) -> None:
+        first(event)
+        second(event)
+
+    return handle

@@ -19,7 +19,10 @@ How it differs, and what is made of it:
   do not.
 * **A checkpoint rewrites the row.**  Pages that the tree has already are freed, and the row names
   the tree's: the events are ``BlockMerged``.
-* **Whole leaves are evicted**, so an eviction may take more than it was asked for.
+* **Whole leaves are evicted**, each told by an event, so an eviction may take more than was asked
+  for.  The room for a request is estimated, by up to two pages too many.  The order is that of the
+  tree's own times, which the view shows: a hit that ends within a node is a use of all of it.
+  A node that is split has a head that is younger than the node before it; leaves go first.
 * **Nothing is fenced.**  Steps run in the order of one stream, and a request may end, be retracted
   or be merged while a step in flight still names its slots.
 * **A prompt has slots as a whole from its admission on**; the budget of a step only cuts what is
@@ -159,6 +162,15 @@ class SglangRadixView(ToldCacheView):
     def table(self, request: int, group: int) -> Sequence[int]:
         return self._subject.table(self._subject.live[request])
 
+    def last_uses(self, group: int) -> Mapping[int, float]:
+        uses: dict[int, int] = {}
+        last: dict[Any, int] = {}
+        for node, pages in reversed(self._subject.nodes()):  # extensions first
+            used = max(node.last_access_time, last.get(node, 0))
+            last[node.parent] = max(used, last.get(node.parent, 0))
+            uses |= dict.fromkeys(pages, used)
+        return uses
+
 
 class SglangRadixSubject(ToldCache[_Live]):
     """Drives one RadixCache as SGLang's scheduler would, one operation at a time.
@@ -176,9 +188,10 @@ class SglangRadixSubject(ToldCache[_Live]):
         fences_releases=False,
         stream_order=True,
         release_order="any",
-        eviction_order="any",
+        eviction_order="shown",
         exact_admission=True,
         exact_eviction=False,
+        eviction_margin=2,
         slots=False,
         swaps=False,
     )
@@ -191,10 +204,13 @@ class SglangRadixSubject(ToldCache[_Live]):
         self.rows = self.tree.req_to_token_pool
         self._keys: dict[int, bytes] = {}
         """Pages in the tree, and the key under which each was told as published."""
+        self._node_of: dict[int, Any] = {}
+        """Where in the tree each was before the operation."""
         self._view = SglangRadixView(self)
         self._handlers[Decode] = self._decode
 
     def apply(self, operation: Operation) -> Outcome:
+        self._node_of = {page: node for node, pages in self.nodes() for page in pages}
         outcome = super().apply(operation)
         free, running = self.rows.available_size(), len(self.running)
         if free + running != self.configuration.requests:
@@ -467,11 +483,13 @@ class SglangRadixSubject(ToldCache[_Live]):
             self._events.append(BlocksAllocated(0, live.number, first, pages))
 
     def _tell_evicted(self, cause: Literal["pressure", "request", "reset"]) -> int:
-        """Tell which pages are in the tree no longer, extensions before their heads."""
+        """Tell node by node which pages are in the tree no longer, extensions before heads."""
         now = self.keys_in_tree()
         lost = [page for page, key in self._keys.items() if now.get(page) != key][::-1]
-        if lost:
-            self._events.append(BlocksEvicted(0, lost, [self._keys[page] for page in lost], cause))
+        for _, node in groupby(lost, self._node_of.get):
+            pages = list(node)
+            keys = [self._keys[page] for page in pages]
+            self._events.append(BlocksEvicted(0, pages, keys, cause))
         self._keys = {page: now[page] for page in now if page in self._keys}
         return len(lost)
 

@@ -6,21 +6,16 @@ Needs SGLang 0.5.23 in an environment of its own: `bash .ci/sglang-env FOLDER`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pkgutil import resolve_name
+from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
+from foreign import Mutant, Original, assert_found_and_shrunk, each_of, first_failure
 
-from kvproof.fuzz.search import abilities, found, run_once
-from kvproof.fuzz.shrink import shrink
-from kvproof.fuzz.swarm import draw_run
-from kvproof.invariants.case import Case
 from kvproof.invariants.subject import Configuration
-from kvproof.invariants.verdict import Violation
 from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
 from kvproof.stateful_tests.subjects.sglang_radix import SglangRadixSubject
-from kvproof.stateful_tests.totals import Totals
 
 try:
     SglangRadixSubject(Configuration())
@@ -29,26 +24,11 @@ except SubjectUnavailable as error:
 
 pytestmark = pytest.mark.sglang
 
-ABLE = abilities(SglangRadixSubject)
-
-
-def first_failure(runs: int) -> tuple[Case, Violation] | None:
-    """Of drawn runs, the first that breaks a property."""
-    totals = Totals()
-    for number in range(runs):
-        draw = draw_run(f"sglang/{number}", ABLE)
-        failure = run_once(SglangRadixSubject, draw, totals)
-        assert not totals.problems
-        if failure is not None:
-            return found("sglang:radix", draw, failure, None).case, failure[1]
-    return None
+NAME = "sglang:radix"
 
 
 def test_the_unmodified_release_has_no_findings() -> None:
-    assert first_failure(120) is None
-
-
-Original = Callable[..., Any]
+    assert first_failure(NAME, "sglang", 120) is None
 
 
 def locks_only_the_last_node(original: Original) -> Original:
@@ -192,48 +172,93 @@ def keeps_the_row_of_a_retracted_request(original: Original) -> Original:
     return release_kv_cache
 
 
+def evicts_twice_as_much(original: Original) -> Original:
+    return lambda tree, params: original(tree, replace(params, num_tokens=2 * params.num_tokens))
+
+
+def evicts_everything(original: Original) -> Original:
+    return lambda tree, params: original(tree, replace(params, num_tokens=1 << 40))
+
+
+def evicts_one_leaf_more(original: Original) -> Original:
+    def evict(tree: Any, params: Any) -> Any:
+        done = original(tree, params)
+        original(tree, replace(params, num_tokens=1))
+        return done
+
+    return evict
+
+
+def evicts_what_was_used_last(original: Original) -> Original:
+    return lambda strategy, node: -original(strategy, node)
+
+
+def evicts_by_age(original: Original) -> Original:
+    return lambda strategy, node: node.creation_time
+
+
+def forgets_that_a_hit_is_a_use(original: Original) -> Original:
+    def match(tree: Any, node: Any, key: Any) -> Any:
+        clock = import_module("sglang.srt.mem_cache.radix_cache").time
+        monotonic, clock.monotonic = clock.monotonic, lambda: node.last_access_time
+        try:
+            return original(tree, node, key)
+        finally:
+            clock.monotonic = monotonic
+
+    return match
+
+
+def evicts_a_locked_leaf(original: Original) -> Original:
+    """One that the first request in the tree still uses."""
+
+    def evict(tree: Any, params: Any) -> Any:
+        locked = [child for child in tree.root_node.children.values() if child.lock_ref]
+        tree.evictable_leaves.update(child for child in locked if not child.children)
+        return original(tree, params)
+
+    return evict
+
+
 TREE = "sglang.srt.mem_cache.radix_cache.RadixCache"
 KEY = "sglang.srt.mem_cache.radix_cache.RadixKey"
 PAGES = "sglang.srt.mem_cache.allocator.PagedTokenToKVPoolAllocator"
 ROWS = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool"
 REQUEST = "sglang.srt.managers.schedule_batch.Req"
 COMMON = "sglang.srt.mem_cache.common"
+LRU = "sglang.srt.mem_cache.evict_policy.LRUStrategy"
 
-MUTANTS: tuple[tuple[Callable[[Original], Original], str, set[str]], ...] = (
-    (locks_only_the_last_node, f"{TREE}.inc_lock_ref", {"REF", "CONS"}),
-    (splits_a_locked_node_into_an_unlocked_head, f"{TREE}._split_node", {"REF", "CONS"}),
-    (evicts_what_is_locked, f"{TREE}._update_leaf_status", {"PIN", "EXCL"}),
-    (keeps_the_lock_of_the_last_checkpoint, f"{TREE}.checkpoint", {"REF", "CONS"}),
-    (publishes_one_page_less, f"{TREE}.checkpoint", {"VALID"}),
-    (frees_no_duplicates, f"{TREE}._insert_cache", {"CONS"}),
-    (frees_what_the_tree_took_before, f"{TREE}._insert_cache", {"CONS"}),
-    (leaves_the_row_as_it_was, f"{ROWS}.write", {"EXCL"}),
-    (counts_nothing_evictable_less, f"{TREE}._delete_leaf", {"CONS"}),
+MUTANTS = (
+    Mutant(locks_only_the_last_node, f"{TREE}.inc_lock_ref", {"REF", "CONS"}),
+    Mutant(splits_a_locked_node_into_an_unlocked_head, f"{TREE}._split_node", {"REF", "CONS"}),
+    Mutant(evicts_what_is_locked, f"{TREE}._update_leaf_status", {"PIN", "EXCL"}),
+    Mutant(keeps_the_lock_of_the_last_checkpoint, f"{TREE}.checkpoint", {"REF", "CONS"}),
+    Mutant(publishes_one_page_less, f"{TREE}.checkpoint", {"VALID"}),
+    Mutant(frees_no_duplicates, f"{TREE}._insert_cache", {"CONS"}),
+    Mutant(frees_what_the_tree_took_before, f"{TREE}._insert_cache", {"CONS"}),
+    Mutant(leaves_the_row_as_it_was, f"{ROWS}.write", {"EXCL"}),
+    Mutant(counts_nothing_evictable_less, f"{TREE}._delete_leaf", {"CONS"}),
     # SGLang cannot extend a request by nothing.
-    (hits_the_whole_prompt, f"{REQUEST}._compute_max_prefix_len", {"CAP", "CRASH"}),
-    (hits_less_than_there_is, f"{REQUEST}._compute_max_prefix_len", {"CAP"}),
-    (leaves_the_salt_out_of_the_tree, f"{KEY}.__init__", {"KEY", "CAP", "PROV"}),
-    (shares_between_adapters, f"{KEY}.__init__", {"KEY", "CAP", "PROV"}),
-    (frees_the_last_page_only_when_it_is_full, f"{PAGES}.free_segment", {"CONS"}),
-    (hands_out_a_page_twice, f"{PAGES}.alloc_extend", {"CONS", "EXCL"}),
-    (forgets_what_a_stop_left_over, f"{COMMON}._release_overallocated_kv_indices", {"CONS"}),
-    (keeps_the_row_of_a_retracted_request, f"{COMMON}.release_kv_cache", {"CRASH"}),
+    Mutant(hits_the_whole_prompt, f"{REQUEST}._compute_max_prefix_len", {"CAP", "CRASH"}),
+    Mutant(hits_less_than_there_is, f"{REQUEST}._compute_max_prefix_len", {"CAP"}),
+    Mutant(leaves_the_salt_out_of_the_tree, f"{KEY}.__init__", {"KEY", "CAP", "PROV"}),
+    Mutant(shares_between_adapters, f"{KEY}.__init__", {"KEY", "CAP", "PROV"}),
+    Mutant(frees_the_last_page_only_when_it_is_full, f"{PAGES}.free_segment", {"CONS"}),
+    Mutant(hands_out_a_page_twice, f"{PAGES}.alloc_extend", {"CONS", "EXCL"}),
+    Mutant(forgets_what_a_stop_left_over, f"{COMMON}._release_overallocated_kv_indices", {"CONS"}),
+    Mutant(keeps_the_row_of_a_retracted_request, f"{COMMON}.release_kv_cache", {"CRASH"}),
+    Mutant(evicts_twice_as_much, f"{TREE}.evict", {"ORDER"}),
+    Mutant(evicts_everything, f"{TREE}.evict", {"ORDER"}),
+    Mutant(evicts_one_leaf_more, f"{TREE}.evict", {"ORDER"}),
+    Mutant(evicts_what_was_used_last, f"{LRU}.get_priority", {"ORDER"}),
+    Mutant(evicts_by_age, f"{LRU}.get_priority", {"ORDER"}),
+    Mutant(forgets_that_a_hit_is_a_use, f"{TREE}._match_prefix_helper", {"ORDER"}),
+    Mutant(evicts_a_locked_leaf, f"{TREE}.evict", {"PIN", "EXCL", "CONS"}),
 )
 
 
-@pytest.mark.parametrize(
-    ("mutate", "target", "properties"), MUTANTS, ids=[mutant[0].__name__ for mutant in MUTANTS]
-)
+@each_of(MUTANTS)
 def test_a_mutant_of_sglang_is_found_and_shrunk(
-    monkeypatch: pytest.MonkeyPatch,
-    mutate: Callable[[Original], Original],
-    target: str,
-    properties: set[str],
+    monkeypatch: pytest.MonkeyPatch, mutant: Mutant
 ) -> None:
-    monkeypatch.setattr(target, mutate(resolve_name(target)))
-    failure = first_failure(200)
-    assert failure is not None, "not found"
-    shrunk = shrink(failure[0], seconds_max=60)
-    assert shrunk is not None
-    assert shrunk.violation.property in properties, shrunk.violation
-    assert len(shrunk.case.operations) <= 12
+    assert_found_and_shrunk(monkeypatch, mutant, NAME, "sglang")

@@ -5,13 +5,12 @@ Needs SGLang 0.5.23 in an environment of its own: `bash .ci/sglang-env FOLDER`.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError
-from pkgutil import resolve_name
 from typing import Any
 
 import pytest
+from foreign import moved_functions
 
 from kvproof.fuzz.search import abilities
 from kvproof.fuzz.swarm import draw_run
@@ -354,8 +353,21 @@ def test_an_extension_is_evicted_before_its_head() -> None:
     run_and_finish(subject, admit(9))
     (head,) = [event for event in told(subject, BlocksPublished) if event.row == 0]
     assert subject.apply(Evict(9)).count == 2
-    (evicted,) = told(subject, BlocksEvicted)
-    assert evicted.blocks[-1] == head.blocks[0]
+    first, last = told(subject, BlocksEvicted)
+    assert (len(first.blocks), list(last.blocks)) == (1, list(head.blocks))
+
+
+def test_each_leaf_that_goes_is_an_event_of_its_own() -> None:
+    subject = build()
+    for source in (1, 2, 3):
+        run_and_finish(subject, admit(5, source))
+    uses = subject.view().last_uses(0)
+    subject.drain_events()
+    assert subject.apply(Evict(2)).count == 2
+    events = told(subject, BlocksEvicted)
+    assert [len(event.blocks) for event in events] == [1, 1]
+    (left,) = subject.view().last_uses(0)
+    assert uses[left] == max(uses.values())
 
 
 def test_pages_are_taken_from_the_tree_only_when_none_is_free() -> None:
@@ -648,7 +660,7 @@ ATTRIBUTES: dict[str, Sequence[str]] = {
     ),
     "request.kv": ("req_pool_idx", "kv_allocated_len", "cache_protected_len", "holds_kv"),
     "tree": ("root_node", "token_to_kv_pool_allocator", "req_to_token_pool"),
-    "tree.root_node": ("children", "parent", "key", "value", "lock_ref"),
+    "tree.root_node": ("children", "parent", "key", "value", "lock_ref", "last_access_time"),
     "tree.root_node.key": ("token_ids", "extra_key", "cache_salt"),
     "rows": ("req_to_token",),
 }  # fmt: skip
@@ -657,14 +669,7 @@ ATTRIBUTES: dict[str, Sequence[str]] = {
 
 def moved() -> list[str]:
     """The names of SGLang that the adapter needs and that are not there."""
-    missing = []
-    for function, parameters in PARAMETERS.items():
-        try:
-            there = set(inspect.signature(resolve_name(function)).parameters)
-        except AttributeError:
-            missing.append(function)
-            continue
-        missing += [f"{function}({name})" for name in parameters if name not in there]
+    missing = list(moved_functions(PARAMETERS))
     subject = build()
     subject.apply(admit(4))
     roots = {"request": subject.live[0].request, "tree": subject.tree, "rows": subject.rows}
