@@ -29,6 +29,7 @@ from kvproof.fuzz.campaigns.shard import ShardJob, run_job
 from kvproof.fuzz.campaigns.store import Store, as_text, read_lines, read_record
 from kvproof.fuzz.campaigns.targets import KERNELS
 from kvproof.fuzz.cli import report as report_command
+from kvproof.fuzz.report.likeness import likenesses, sentence_of
 from kvproof.fuzz.report.summary import Summary, summarise
 from kvproof.fuzz.verdicts import reachable_goals
 from kvproof.invariants.case import load_case
@@ -345,6 +346,60 @@ def test_failing_runs_that_nobody_looked_into_fail(tmp_path: Path, one: Path) ->
     summary = summarise([folder])
     assert (summary.verdict, summary.untriaged) == ("fail", 1)
     assert any("1 failing run lay in raw/" in note for note in summary.notes)
+
+
+# -- findings that look like others ----------------------------------------------------------------
+
+
+def second(folder: Path, **changes: Any) -> tuple[FindingRecord, FindingRecord]:
+    """The finding of that folder, and another one beside it."""
+    first = read_record(finding_file(folder), FindingRecord)
+    changed = replace(first, **{"id": "excl_second"} | changes)
+    copied = shutil.copytree(finding_file(folder).parent, folder / "findings" / changed.id)
+    (copied / "finding.json").write_text(as_text(changed))
+    return first, changed
+
+
+def test_a_finding_that_needs_more_and_says_the_same_names_the_other(one: Path) -> None:
+    first = read_record(finding_file(one), FindingRecord)
+    number = re.compile(r"\d+").search(first.message)
+    assert number is not None
+    elsewhere = first.message.replace(number[0], "90, 91")
+    _, more = second(one, message=elsewhere, kinds=(*first.kinds, "reset"))
+    summary = summarise([one])
+    assert {f.record.id: f.like for f in summary.findings} == {first.id: "", more.id: first.id}
+    assert f'<a href="#{first.id}">{first.id}</a>, which says the same' in page(summary)
+    result = kvproof_report(one, "--out", one / "r.html")
+    assert f"{more.id} (looks like {first.id}): {elsewhere}" in result.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"kinds": ("reset",)},
+        {"kinds": ()},
+        {"property": "REF", "features": ("salt",)},
+        {"subject": "another.engine:Cache", "features": ("salt",)},
+        {"message": "something else", "features": ("salt",)},
+    ],
+    ids=str,
+)
+def test_others_do_not(one: Path, changes: dict[str, Any]) -> None:
+    second(one, **changes)
+    assert [finding.like for finding in summarise([one]).findings] == ["", ""]
+
+
+def test_of_several_it_names_the_one_that_needs_least() -> None:
+    none = FindingRecord("a", "t", "engine", "REF", ("admit",), (), "b 1", "", 3, 9, "s", 0, 0.0)
+    some = replace(none, id="b", features=("salt",))
+    most = replace(none, id="c", features=("salt", "media"), message="b 2, 3")
+    assert likenesses([most, some, none]) == {"b": "a", "c": "a"}
+
+
+def test_keys_and_numbers_make_no_difference() -> None:
+    said = "block 3 is findable under key 0a1b2c3d4e5f…, but blocks [1, 2] are not"
+    assert sentence_of(said) == "block # is findable under key #, but blocks [#] are not"
 
 
 # -- the page ------------------------------------------------------------------------------------

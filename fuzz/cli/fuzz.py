@@ -392,6 +392,8 @@ def _show_finding(finding: MergedFinding, *, is_earlier: bool) -> None:
     known = f"[yellow]known, {record.known}[/]" if record.known else "[red]new[/]"
     console.print(f"\n[bold]{record.id}[/] {known}", markup=True)
     console.print(record.explanation, markup=False)
+    if finding.like:
+        console.print(f"  looks like {finding.like}, which needs less", markup=False)
     console.print(
         f"{record.target}: {record.found_operations} operations, shrunk to {record.operations}; "
         f"{counted(finding.failures, 'failing run')}; found after {duration(finding.first_seen)}"

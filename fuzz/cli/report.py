@@ -133,7 +133,8 @@ def _show(summary: Summary, out: Path, junit: Path | None, trusted: frozenset[st
     for finding in summary.findings:
         record = finding.record
         known = f" (known: {record.known})" if record.known else ""
-        console.print(f"{record.id}{known}: {record.message}", markup=False)
+        like = f" (looks like {finding.like})" if finding.like else ""
+        console.print(f"{record.id}{known}{like}: {record.message}", markup=False)
     for note in [*summary.notes, *_without_maps(summary, trusted)]:
         console.print(f"  note: {note}", markup=False)
     show_verdict(summary.verdict, summary.sentence)

@@ -23,6 +23,7 @@ from kvproof.fuzz.campaigns.records import (
 )
 from kvproof.fuzz.campaigns.store import Store, read_record
 from kvproof.fuzz.campaigns.targets import KERNELS
+from kvproof.fuzz.report.likeness import likenesses
 from kvproof.fuzz.report.series import Point, Slice, seconds_of, series_of, slices
 from kvproof.fuzz.verdicts import Judgement, judge, reachable_goals
 from kvproof.invariants.errors import InputError
@@ -111,6 +112,8 @@ class MergedFinding(Struct, frozen=True):
     """Failing runs that showed it."""
     first_seen: float
     """Seconds that its shard had been running."""
+    like: str = ""
+    """Another that it looks like, and that needs less; mostly empty."""
 
 
 class Summary(Struct, frozen=True):
@@ -412,6 +415,8 @@ def _merged(read: Iterable[_Folder]) -> tuple[MergedFinding, ...]:
             where = Store(folder.path).findings / record.id
             found.setdefault(record.id, []).append(MergedFinding(record, where, 1, record.at))
     merged = [_one(same, failures[name]) for name, same in found.items()]
+    like = likenesses([finding.record for finding in merged])
+    merged = [replace(finding, like=like.get(finding.record.id, "")) for finding in merged]
     return tuple(sorted(merged, key=lambda f: (f.record.known is not None, f.first_seen)))
 
 
