@@ -36,7 +36,7 @@ class Job:
 
     def __init__(self, number: int, operation: Arrive, arrival_ns: int) -> None:
         self.id = number
-        self.admit = Admit(operation.prompt, salt=operation.salt)
+        self.admit = Admit(operation.prompt, operation.salt, operation.adapter)
         self.arrival_ns = arrival_ns
         self.priority = operation.priority
         self.prompt_tokens = prompt_length(operation.prompt)

@@ -135,11 +135,11 @@ class Offloader:
 
     def _promote(self, job: Job) -> None:
         """From the host what it has; and to the host what follows on disk."""
-        prompt, salt = job.admit.prompt, job.admit.salt
+        asked = (job.admit.prompt, job.admit.salt, job.admit.adapter)
         host, disk = self._next_rows(job)
-        if host and self._start(Promote(prompt, salt)):
+        if host and self._start(Promote(*asked)):
             job.promotions += 1
-        if disk and self._start(Promote(prompt, salt, to="host")):
+        if disk and self._start(Promote(*asked, to="host")):
             job.promotions += 1
 
     def _next_rows(self, job: Job) -> tuple[bool, bool]:

@@ -338,7 +338,7 @@ class Scheduler:
         for job, tokens in admissions:
             if job.state != "running":
                 self._admit(job, slots[job.id])
-            elif slots[job.id] > _slots(cached(job)):
+            else:
                 self.must(Reserve(self._running_index(cached(job)), slots[job.id]))
             request = cached(job)
             if request.scheduled + tokens > len(request.tokens):
@@ -362,7 +362,8 @@ class Scheduler:
     def _admit(self, job: Job, slots: int) -> None:
         engine = self.engine
         if job.cache is None:
-            outcome = self.must(Admit(job.admit.prompt, salt=job.admit.salt, slots=slots))
+            admit = job.admit
+            outcome = self.must(Admit(admit.prompt, admit.salt, admit.adapter, slots=slots))
             assert outcome.request is not None
             job.cache = engine.requests[outcome.request]
             self._leave_waiting(job)

@@ -38,10 +38,14 @@ _PATIENCE = 3
 _FAILING = 6
 """Failing runs on which other words are tried."""
 
-_LAST = ("groups", "slots", "swaps", "tiers", "exact_tiers", "exact_eviction", "exact_admission")
+_LAST = (
+    *("groups", "slots", "swaps", "tiers", "exact_tiers", "exact_eviction"),
+    *("keeps_room", "exact_admission"),
+)
 """Words that give up a lot: tried when no other will do."""
 _CONCERNS = {
     "exact_admission": ("admit", "resume", "grow", "decode", "reserve", "fork"),
+    "keeps_room": ("admit", "resume", "grow", "decode", "reserve"),
     "exact_eviction": ("evict",),
     "release_order": ("finish", "abort", "preempt", "retire"),
     "oldest_first": ("launch",),

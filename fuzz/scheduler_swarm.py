@@ -145,8 +145,13 @@ class _Arguments:
             output=output,
             max_tokens=output + 1 + int(rng.random() * 2 * self._size) if early else 0,
             priority=int(rng.random() * 3) if "priorities" in features else 0,
-            salt=int(rng.random() * 2) if "salt" in features else 0,
+            **self._identity(),
         )
+
+    def _identity(self) -> dict[str, int]:
+        """A salt and an adapter, which keep equal prompts apart."""
+        drawn = int(self._rng.random() * 4) if "salt" in self._features else 0
+        return {"salt": drawn >> 1, "adapter": drawn & 1}
 
     def _length(self) -> int:
         """Around the edges of blocks, where the arithmetic is: k·B - 1, k·B, k·B + 1."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from array import array
 from bisect import insort
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import takewhile
+from math import lcm
 from operator import attrgetter
 
 from kvproof.invariants.events import (
@@ -27,10 +28,10 @@ from kvproof.invariants.events import (
     BlocksShared,
     Event,
     ReleaseFenced,
-    StepItem,
     StepLaunched,
     StepRetired,
 )
+from kvproof.invariants.group_books import GroupBooks, Owed, PooledBooks
 from kvproof.invariants.operations import (
     Abort,
     Admit,
@@ -48,349 +49,13 @@ from kvproof.invariants.operations import (
 )
 from kvproof.invariants.orders import Adaptive
 from kvproof.invariants.outcomes import Outcome
+from kvproof.invariants.request_books import Figures, RequestModel, StepModel
 from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.invariants.tags import Tags, extend_each, extend_sampled, prompt_tags
 from kvproof.invariants.tier_books import Tiers
-from kvproof.invariants.view import RequestState, Standing
 
 _by_order = attrgetter("order")
 _NONE: frozenset[int] = frozenset()
-
-
-class RequestModel:
-    """What a live request must look like."""
-
-    __slots__ = (
-        "allocated",
-        "asked",
-        "cached_tokens",
-        "computed",
-        "departing",
-        "epoch",
-        "id",
-        "input_tokens",
-        "last_step",
-        "launched",
-        "loading",
-        "order",
-        "outdated",
-        "running",
-        "scheduled",
-        "slots",
-        "suspended",
-        "swapped",
-        "tables",
-        "tags",
-        "trusted_rows",
-        "verified",
-    )
-
-    def __init__(self, number: int, order: int, tags: Tags[int], groups: int) -> None:
-        self.id = number
-        self.order = order
-        """Rank of its first admission."""
-        self.tags = tags
-        self.input_tokens = len(tags)
-        self.asked = self.input_tokens
-        """Tokens that it was admitted or resumed with, the latest time."""
-        self.cached_tokens = 0
-        self.computed = 0
-        self.scheduled = 0
-        """Tokens computed, or being computed by a step in flight."""
-        self.epoch = 0
-        self.launched = 0
-        """Steps in flight that carry it, of its present epoch."""
-        self.last_step = -1
-        self.running = True
-        self.swapped = False
-        self.slots = self.input_tokens
-        """Positions that have blocks while it runs."""
-        self.departing = _NONE
-        """Transfers in flight that copy it to the host …"""
-        self.loading = _NONE
-        """… and those that copy it back."""
-        self.suspended = 0
-        """Computed tokens that were swapped out, until they are back or lost."""
-        self.outdated = 0
-        """Leading tokens that were computed before the prefix cache was reset."""
-        self.tables: list[list[int]] = [[] for _ in range(groups)]
-        self.verified = [0] * groups
-        """Per group: leading positions whose slots are known to hold the right tags."""
-        self.trusted_rows = [0] * groups
-        """Per group: leading rows that launched steps were seen to read through this table."""
-
-    @property
-    def length(self) -> int:
-        return len(self.tags)
-
-    def lose(self) -> None:
-        """Nothing of it is computed any more."""
-        self.computed = self.scheduled = self.suspended = self.outdated = 0
-
-    def standing(self, block_size: int) -> Standing:
-        """What the subject's view of this request should be."""
-        length = len(self.tags)
-        if self.swapped:
-            return "swapped", length, self.computed, (0,) * len(self.tables)
-        if not self.running:
-            return "preempted", length, 0, (0,) * len(self.tables)
-        rows = (self.slots + block_size - 1) // block_size
-        state: RequestState = "loading" if self.loading else "running"
-        return state, length, self.computed, (rows,) * len(self.tables)
-
-
-class Figures:
-    """What happened so far, in numbers that only go up, and the size of the latest batch."""
-
-    __slots__ = (
-        "admissions",
-        "batch_size",
-        "evictions",
-        "iterations",
-        "preemptions",
-        "prefix_cache_hits",
-        "prefix_cache_queries",
-        "suspensions",
-    )
-
-    def __init__(self) -> None:
-        self.admissions = 0
-        self.preemptions = 0
-        self.evictions = 0
-        self.prefix_cache_hits = 0
-        self.prefix_cache_queries = 0
-        self.suspensions = 0
-        """Of the preemptions: those with a swap."""
-        self.iterations = 0
-        self.batch_size = 0
-
-
-class StepModel:
-    """A step in flight: its items, each with the request model and the tables of its time."""
-
-    __slots__ = ("fenced", "items", "number", "tables")
-
-    def __init__(
-        self,
-        number: int,
-        items: list[tuple[StepItem, RequestModel]],
-        tables: list[tuple[list[int], ...]],
-    ) -> None:
-        self.number = number
-        self.items = items
-        self.tables = tables
-        """The requests' tables at launch; they only grow (a copy-on-write starts a new list)."""
-        self.fenced: list[tuple[int, list[list[int]]]] = []
-
-
-class GroupBooks:
-    """Ledger of one KV cache group's pool."""
-
-    __slots__ = (
-        "adaptive",
-        "arriving",
-        "blocks_of",
-        "cached_free",
-        "changed",
-        "emptied",
-        "evicting",
-        "free",
-        "group",
-        "held",
-        "key_of",
-        "key_of_tag",
-        "owed",
-        "referenced",
-        "refs",
-        "tag_of",
-        "touched",
-        "touched_keys",
-        "unstored",
-        "usable",
-        "withheld",
-    )
-
-    def __init__(self, group: int, usable: int, ids: int) -> None:
-        self.group = group
-        self.usable = usable
-        self.withheld = 0
-        self.free = usable
-        """Blocks that an allocation may take: neither referenced nor withheld."""
-        self.refs = [0] * ids
-        self.held: set[int] = set()
-        """Blocks with at least one reference …"""
-        self.referenced = 0
-        """… and how many they are."""
-        self.key_of: dict[int, bytes] = {}
-        self.blocks_of: dict[bytes, tuple[int, ...]] = {}
-        """The prefix index: key to findable blocks."""
-        self.tag_of = [0] * ids
-        """Of findable blocks: the tag of the last position …"""
-        self.key_of_tag: dict[int, bytes] = {}
-        """… and the key under which that content is findable."""
-        self.cached_free: OrderedDict[int, None] = OrderedDict()
-        """Findable blocks without a reference, by the time of their release."""
-        self.adaptive: Adaptive | None = None
-        """The same blocks, where they are to be evicted as ARC says."""
-        self.unstored: dict[int, None] = {}
-        """Findable blocks that were not copied to the host since, in that order."""
-        self.arriving: dict[int, int] = {}
-        """Tags of blocks on their way up from the host, and the transfer that brings each."""
-        self.emptied: list[int] = []
-        """Blocks that the latest release left without a holder and with nothing findable."""
-        self.evicting: list[int] = []
-        """Evicted under pressure, not yet handed out."""
-        self.touched: list[int] = []
-        self.touched_keys: list[bytes] = []
-        """Blocks and keys of the events since the last settlement."""
-        self.changed: set[int] | None = None
-        """Blocks whose references or content changed since somebody asked; None if nobody does."""
-        self.owed: dict[int, tuple[RequestModel, int]] = {}
-        """Published before it was computed: block to (request, row); see ``Semantics``."""
-
-    @property
-    def empty_free(self) -> int:
-        """Free blocks in which nothing is findable."""
-        return self.usable - self.referenced - len(self.cached_free)
-
-    def hold(self, blocks: Sequence[int]) -> None:
-        """One more reference to each."""
-        if self.changed is not None:
-            self.changed.update(blocks)
-        refs, cached_free = self.refs, self.cached_free
-        for block in blocks:
-            refs[block] += 1
-        if cached_free and not cached_free.keys().isdisjoint(blocks):
-            for block in blocks:
-                cached_free.pop(block, None)
-            if self.adaptive is not None:
-                for block in blocks:
-                    self.adaptive.remove(block)
-        self.held.update(blocks)
-        self.referenced = held = len(self.held)
-        self.free = self.usable - held - self.withheld
-        self.touched += blocks
-
-    def withhold(self, blocks: int) -> None:
-        """So many of the free blocks, or all, are somebody else's from now on."""
-        self.withheld = min(blocks, self.usable - self.referenced)
-        self.free = self.usable - self.referenced - self.withheld
-
-    def drop(self, blocks: Sequence[int]) -> None:
-        """One reference less to each, in this order; never below zero (REF has reported it)."""
-        if self.changed is not None:
-            self.changed.update(blocks)
-        refs, key_of, held = self.refs, self.key_of, self.held
-        self.emptied = []
-        for block in blocks:
-            count = refs[block]
-            if count > 1:
-                refs[block] = count - 1
-            elif count:
-                refs[block] = 0
-                held.discard(block)
-                if block in key_of:
-                    self.cached_free[block] = None
-                    if self.adaptive is not None:
-                        self.adaptive.insert(block, key_of[block])
-                else:
-                    self.emptied.append(block)
-        self.referenced = left = len(held)
-        self.free = self.usable - left - self.withheld
-        self.touched += blocks
-
-    def publish(self, blocks: Sequence[int], keys: Sequence[bytes], tags: Sequence[int]) -> None:
-        """Blocks are findable under these keys, whose last positions have these tags."""
-        if self.changed is not None:
-            self.changed.update(blocks)
-        key_of, blocks_of, held = self.key_of, self.blocks_of, self.held
-        tag_of, key_of_tag = self.tag_of, self.key_of_tag
-        for block, key, tag in zip(blocks, keys, tags, strict=False):
-            key_of[block] = key
-            others = blocks_of.get(key)
-            blocks_of[key] = (*others, block) if others else (block,)
-            tag_of[block] = tag
-            key_of_tag[tag] = key
-            if block not in held:  # a subject may publish what nobody holds
-                self.cached_free[block] = None
-        self.touched += blocks
-        self.touched_keys += keys
-
-    def unpublish(self, blocks: Sequence[int]) -> None:
-        """Nothing is findable in these blocks any more."""
-        if self.changed is not None:
-            self.changed.update(blocks)
-        key_of, cached_free, blocks_of = self.key_of, self.cached_free, self.blocks_of
-        tag_of, key_of_tag = self.tag_of, self.key_of_tag
-        for block in blocks:
-            key = key_of.pop(block, None)
-            if key is None:
-                continue  # PIN, VALID
-            cached_free.pop(block, None)
-            if self.adaptive is not None:
-                self.adaptive.evicted(block)
-            others = blocks_of.pop(key)
-            if len(others) > 1:
-                blocks_of[key] = tuple([other for other in others if other != block])
-            else:
-                key_of_tag.pop(tag_of[block], None)
-        if self.owed:
-            for block in blocks:
-                self.owed.pop(block, None)
-        if self.unstored:
-            for block in blocks:
-                self.unstored.pop(block, None)
-
-
-class PooledBooks(GroupBooks):
-    """Ledger of a group that shares its pool with others: all but its keys is the pool's."""
-
-    __slots__ = ("group_of", "pool")
-
-    def __init__(self, group: int, usable: int, ids: int) -> None:
-        super().__init__(group, usable, ids)
-        self.group_of: dict[int, int] = {}
-        """The group in which a block became findable last."""
-        self.pool: list[GroupBooks] = [self]
-        """The ledgers of all groups."""
-
-    def share(self, first: GroupBooks) -> None:
-        """What is known of a block is known in all groups."""
-        assert isinstance(first, PooledBooks)
-        for name in _OF_THE_POOL:
-            setattr(self, name, getattr(first, name))
-        self.pool.append(self)
-
-    def hold(self, blocks: Sequence[int]) -> None:
-        super().hold(blocks)
-        self._agree()
-
-    def drop(self, blocks: Sequence[int]) -> None:
-        super().drop(blocks)
-        self._agree()
-
-    def publish(self, blocks: Sequence[int], keys: Sequence[bytes], tags: Sequence[int]) -> None:
-        super().publish(blocks, keys, tags)
-        self.group_of.update(dict.fromkeys(blocks, self.group))
-
-    def _agree(self) -> None:
-        for group in self.pool:
-            group.referenced, group.free = self.referenced, self.free
-
-
-_OF_THE_POOL = (
-    "refs",
-    "held",
-    "key_of",
-    "blocks_of",
-    "tag_of",
-    "cached_free",
-    "evicting",
-    "owed",
-    "group_of",
-    "pool",
-)
-"""Of a shared pool, by block."""
 
 
 class Books:
@@ -400,10 +65,15 @@ class Books:
         self.configuration = configuration
         self.semantics = semantics
         self.block_size = configuration.block_size
+        self.block_sizes = semantics.block_sizes or (self.block_size,)
+        """Of the groups, or of all of them."""
+        self.hit_tokens = lcm(*self.block_sizes)
+        """A hit has a multiple of so many."""
         ids = configuration.blocks + len(semantics.reserved)
         ledger = PooledBooks if semantics.shared_pool else GroupBooks
+        sizes = semantics.block_sizes or (self.block_size,) * semantics.groups
         self.groups = [
-            ledger(group, configuration.blocks, ids) for group in range(semantics.groups)
+            ledger(group, configuration.blocks, ids, size) for group, size in enumerate(sizes)
         ]
         for group in self.groups[1:]:
             if isinstance(group, PooledBooks):
@@ -496,12 +166,18 @@ class Books:
             self.tiers.settled()
 
     def longest_hit(self, tags: Tags[int]) -> int:
-        """Rows of the longest prefix that is findable in every group, below the last token."""
-        last_tags = self.rows_to_hit(tags)
+        """Rows of the longest prefix that is findable in every group, below the last token.
+
+        Rows of the configuration's block size.
+        """
+        unit = self.hit_tokens
+        end = (len(tags) - 1) // unit * unit if self.configuration.prefix_caching else 0
         for group in self.groups:
+            size = group.block_size
+            last_tags = tags[size - 1 : end : size]
             found = len(list(takewhile(group.key_of_tag.__contains__, last_tags)))
-            last_tags = last_tags[:found]
-        return len(last_tags)
+            end = found * size // unit * unit
+        return end // self.block_size
 
     def rows_to_hit(self, tags: Tags[int]) -> Tags[int]:
         """The last tags of the full rows below the last token: those that may be cached."""
@@ -635,6 +311,18 @@ class Books:
         """Tokens whose KV is there for any step that is launched now."""
         return request.scheduled if self.semantics.stream_order else request.computed
 
+    def due(self, owed: Owed) -> bool:
+        """Whether it must be written by now: its request came so far, or is gone, or was preempted,
+        and no step in flight carries it as it was then."""
+        request = owed.request
+        if request.running and request.epoch == owed.epoch:
+            return self.written(request) >= owed.end
+        return not any(
+            carried is request and item.epoch == owed.epoch
+            for step in self.steps
+            for item, carried in step.items
+        )
+
     # -- block events: the ownership ledger -----------------------------------------------------
     #
     # An event about an unknown request is noted for LIFE to report, and passed over.
@@ -698,7 +386,7 @@ class Books:
         table = request.tables[event.group] = request.tables[event.group][:]
         if event.row < len(table):  # EXCL
             table[event.row] = event.target
-        changed = event.row * self.block_size
+        changed = event.row * self.groups[event.group].block_size
         request.verified[event.group] = min(request.verified[event.group], changed)
         request.trusted_rows[event.group] = min(request.trusted_rows[event.group], event.row)
 
@@ -738,7 +426,8 @@ class Books:
             request.launched = 0
 
     def _blocks_published(self, event: BlocksPublished) -> None:
-        group, size, row = self.groups[event.group], self.block_size, event.row
+        group, row = self.groups[event.group], event.row
+        size = group.block_size
         request = self._known(event, event.request)
         if request is None:
             return
@@ -750,8 +439,9 @@ class Books:
         if self.semantics.publishes == "at_allocation":
             written = self.written(request)
             for block, owed_row in zip(event.blocks, range(row, row + len(tags)), strict=False):
-                if (owed_row + 1) * size > written:
-                    group.owed[block] = (request, owed_row)
+                end = (owed_row + 1) * size
+                if end > written:
+                    group.owed[block] = Owed(request, owed_row, request.epoch, end)
 
     def _blocks_evicted(self, event: BlocksEvicted) -> None:
         group = self.groups[event.group]

@@ -17,7 +17,7 @@ from typing import get_args
 from msgspec import msgpack
 from msgspec.structs import replace
 
-from kvproof.invariants.books import Books, RequestModel
+from kvproof.invariants.books import Books
 from kvproof.invariants.checks import CHECKS
 from kvproof.invariants.events import AnyEvent, Event
 from kvproof.invariants.goals import Goals
@@ -33,6 +33,7 @@ from kvproof.invariants.operations import (
 )
 from kvproof.invariants.outcomes import Outcome, Status
 from kvproof.invariants.property import Check, EventHandler, OperationHandler
+from kvproof.invariants.request_books import RequestModel
 from kvproof.invariants.shadow import Shadow
 from kvproof.invariants.subject import Subject
 from kvproof.invariants.verdict import Violation
@@ -122,8 +123,8 @@ class Checker:
         configuration, semantics = subject.configuration, subject.semantics
         self.books = Books(configuration, semantics)
         ids = configuration.blocks + len(semantics.reserved)
-        shadows = [Shadow(ids, configuration.block_size) for _ in range(semantics.groups)]
-        if semantics.shared_pool:
+        shadows = [Shadow(ids, group.block_size) for group in self.books.groups]
+        if semantics.shared_pool and not semantics.block_sizes:
             shadows = shadows[:1] * semantics.groups
         self.violations: list[Violation] = []
         self.operations = 0
@@ -134,7 +135,7 @@ class Checker:
         }
         """Operations observed, by kind and status."""
         view = self._view = subject.view()
-        self._block_size = configuration.block_size
+        self._block_sizes = self.books.block_sizes
         self.checks = [check(self.books, shadows, view, self._report) for check in checks]
         self.goals = Goals(self.books)
         blocks = configuration.blocks
@@ -297,7 +298,7 @@ class Checker:
 
     def _compare_standing(self, request: RequestModel) -> None:
         """One comparison of all that a view says of a request; the checks sort it out."""
-        actual, expected = self._view.standing(request.id), request.standing(self._block_size)
+        actual, expected = self._view.standing(request.id), request.standing(*self._block_sizes)
         if actual != expected:
             for check in self._judging_standing:
                 check.judge_standing(request, actual, expected)

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from msgspec import Struct
 
-from kvproof.invariants.books import Books, RequestModel
+from kvproof.invariants.books import Books
 from kvproof.invariants.events import (
     BlockCopied,
     BlocksAllocated,
@@ -39,6 +39,7 @@ from kvproof.invariants.operations import (
 )
 from kvproof.invariants.outcomes import NO_FREE_BLOCKS, NO_HOST_BLOCKS, Outcome
 from kvproof.invariants.property import EventHandler, OperationHandler
+from kvproof.invariants.request_books import RequestModel
 from kvproof.invariants.tier_goals import TierGoals
 from kvproof.invariants.tier_situations import SITUATIONS
 

@@ -298,7 +298,8 @@ class Arrive(Operation, frozen=True, gc=False):
     """A client sends a request to the scheduler, which will admit it when its policy says so.
 
     It stops after ``output`` tokens, which the policy cannot know; ``max_tokens`` is what its
-    client allows (0: just as many).  The smaller ``priority``, the more urgent.
+    client allows (0: just as many).  The smaller ``priority``, the more urgent.  ``salt`` and
+    ``adapter`` are as for ``Admit``.
     """
 
     prompt: Annotated[tuple[Segment, ...], Meta(min_length=1)]
@@ -311,6 +312,7 @@ class Arrive(Operation, frozen=True, gc=False):
     samples: Annotated[int, Meta(ge=1, le=64)] = 1
     """Outputs that its client wants of the one prompt: a request each, split off by the scheduler
     once the prompt is computed."""
+    adapter: Index = 0
 
 
 class Schedule(Operation, frozen=True, gc=False):

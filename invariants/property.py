@@ -21,10 +21,11 @@ from typing import Any, ClassVar, cast
 
 from msgspec import Struct
 
-from kvproof.invariants.books import Books, RequestModel
+from kvproof.invariants.books import Books
 from kvproof.invariants.events import Event
 from kvproof.invariants.operations import OPERATION_TYPES, Operation, Tier
 from kvproof.invariants.outcomes import Outcome, Status
+from kvproof.invariants.request_books import RequestModel
 from kvproof.invariants.shadow import Shadow
 from kvproof.invariants.subject import Semantics
 from kvproof.invariants.verdict import Violation
@@ -164,6 +165,7 @@ class Check(Described):
                 request=request,
                 tier=tier,
                 transfer=transfer,
+                block_size=self.groups[group].block_size if self.semantics.block_sizes else 0,
             )
         )
 

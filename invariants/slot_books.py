@@ -16,7 +16,7 @@ from kvproof.invariants.shadow import Shadow
 from kvproof.invariants.subject import EvictionOrder
 
 if TYPE_CHECKING:
-    from kvproof.invariants.books import RequestModel
+    from kvproof.invariants.request_books import RequestModel
 
 ENDS: dict[TransferKind, tuple[Tier, Tier]] = {
     "store": ("device", "host"),

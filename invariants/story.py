@@ -43,7 +43,7 @@ from kvproof.invariants.events import (
     TransferStarted,
     why_evicted,
 )
-from kvproof.invariants.operations import Operation, Tier, kind_of
+from kvproof.invariants.operations import Arrive, Operation, Tier, kind_of
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.scheduling.story import iterations_story, rejected_state
 from kvproof.invariants.scheduling.vocabulary import SchedulerEvent
@@ -65,7 +65,7 @@ def explain(violation: Violation, moments: Sequence[Moment], block_size: int) ->
     what = f"{violation.property} {place_of(violation)}: {violation.message}."
     events = [event for moment in moments for event in moment.events]
     if any(isinstance(event, SchedulerEvent) for event in events):
-        what = _with_iterations(what, events)
+        what = _with_iterations(what, events, moments)
         if violation.property in SCHEDULING_PROPERTIES:
             return what  # its request is named by arrival, not as the cache names it
     stories = [
@@ -76,10 +76,15 @@ def explain(violation: Violation, moments: Sequence[Moment], block_size: int) ->
     return "\n".join([what, *stories])
 
 
-def _with_iterations(what: str, events: Sequence[Event]) -> str:
+def _with_iterations(what: str, events: Sequence[Event], moments: Sequence[Moment]) -> str:
+    samples = {
+        moment.outcome.request: moment.operation.samples
+        for moment in moments
+        if isinstance(moment.operation, Arrive) and moment.outcome.request is not None
+    }
     state = rejected_state(events)
     given = f"\nThe policy was given {state}." if state else ""
-    return f"{what}\nWhat happened: {iterations_story(events)}.{given}"
+    return f"{what}\nWhat happened: {iterations_story(events, samples)}.{given}"
 
 
 def _tellers(violation: Violation, block_size: int) -> Iterator[tuple[str, _Teller]]:
@@ -88,7 +93,7 @@ def _tellers(violation: Violation, block_size: int) -> Iterator[tuple[str, _Tell
     if block is not None and tier != "device":
         yield f"{tier.capitalize()} block {block}", _Slot(tier, group, block)
     elif block is not None:
-        yield f"Block {block}", _Block(group, block, block_size)
+        yield f"Block {block}", _Block(group, block, violation.block_size or block_size)
     elif violation.request is not None:
         yield f"Request {violation.request}", _Request(violation.request)
     if violation.transfer is not None:

@@ -118,8 +118,12 @@ class Semantics(Struct, frozen=True):
     one group's table at most, and what one takes the others lack."""
     windows: tuple[int, ...] = ()
     """Tokens that attention looks back on, itself included, by group; 0 or nothing for all of them.
-    Blocks behind the window are given back while the request goes on, even by an operation that is
-    refused; its table then names the first reserved block in their rows."""
+    Blocks behind the window are given back while the request goes on, at the latest when it grows,
+    and even by an operation that is refused; its table then names the first reserved block in
+    their rows."""
+    block_sizes: tuple[int, ...] = ()
+    """Tokens per block, by group; nothing: as the configuration says, in all.  Hits, and what
+    becomes findable, end where a block ends in every group.  Not with tiers."""
     reserved: tuple[int, ...] = (0,)
     """Block ids that no request may own: null, trash or padding blocks."""
     publishes: Literal["after_compute", "at_allocation", "at_release", "lazily"] = "after_compute"
@@ -147,17 +151,27 @@ class Semantics(Struct, frozen=True):
     tiers are in no such order: they must not touch what a step in flight uses."""
     release_order: Literal["tail_first", "any"] = "tail_first"
     """A request gives back its last block first, so that prefixes outlive their extensions."""
-    eviction_order: Literal["lru", "configured", "any"] = "lru"
+    eviction_order: Literal["lru", "configured", "any", "shown"] = "lru"
     """``lru``: empty blocks, in which nothing is findable, are taken first; then the cached ones
     that nobody holds, by the time of their release, oldest first.  So ``free_blocks`` lists all
     empty ones before the cached ones.  ``configured``: the cached ones in the order that the
-    configuration names."""
+    configuration names.  ``shown``: by their last use, longest ago first, which the view shows
+    (``RecentView``): what counts as a use beside a hit and a publication is the subject's own."""
     exact_admission: bool = True
     """An operation is refused for want of blocks exactly when they are not there, and a prefix hit
-    is the longest findable prefix of full blocks below the last token."""
+    is the longest findable prefix of full blocks below the last token.  Otherwise a hit may be
+    shorter, and, as ``keeps_room`` says, more be refused."""
+    keeps_room: bool = True
+    """Where admission is not exact: an operation may be refused although its blocks are there, by
+    a watermark, or for others.  Otherwise what is refused would take more than there are without a
+    hit, and with all that is behind a window."""
     exact_eviction: bool = True
     """``Evict`` takes just as many blocks as it asks for, if there are so many.  Otherwise it may
-    take more: what is cached goes in pieces of several blocks."""
+    take more: what is cached goes in pieces of several blocks, each told by an event of its own,
+    and no further piece goes when there is enough."""
+    eviction_margin: int = 0
+    """Blocks that an eviction in pieces, made for room, may take beyond what is lacking, for each
+    request that the operation serves."""
     oldest_first: bool = True
     """A step serves requests by their first admission; only its last one may be cut short."""
     chunks: bool = True
@@ -195,21 +209,26 @@ class Semantics(Struct, frozen=True):
     """… and of the disk."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a word that is not what its type says."""
+        """Raises ValueError for a word that is not what its type says, or does not fit others."""
         for word, (kind, choices) in _WORDS.items():
             said = getattr(self, word)
             if not isinstance(said, kind) or (choices and said not in choices):
                 needed = " or ".join(map(repr, choices)) or f"a value of type {kind.__name__}"
                 raise ValueError(f"{word}={said!r}: {needed} is needed")
+        if self.block_sizes and (len(self.block_sizes) != self.groups or self.tiers):
+            raise ValueError(
+                f"block_sizes={self.block_sizes!r}: one for each of {self.groups} groups is "
+                "needed, and no tiers"
+            )
 
     def promises_order(self, tier: Tier) -> bool:
-        """Whether evictions on that tier follow a stated order."""
+        """Whether evictions on that tier follow an order that can be told from events."""
         orders: dict[Tier, str] = {
             "device": self.eviction_order,
             "host": self.host_order,
             "disk": self.disk_order,
         }
-        return orders[tier] != "any"
+        return orders[tier] not in ("any", "shown")
 
     def features(self) -> frozenset[str]:
         """What situations may need beside operations, by name."""

@@ -28,7 +28,9 @@ from kvproof.invariants.tier_figures import TierFigures
 from kvproof.invariants.tier_plans import CopyPlan, offload_plan, promote_plan
 
 if TYPE_CHECKING:
-    from kvproof.invariants.books import Books, GroupBooks, RequestModel
+    from kvproof.invariants.books import Books
+    from kvproof.invariants.group_books import GroupBooks
+    from kvproof.invariants.request_books import RequestModel
 
 USED_BY = frozenset({"promote", "fetch", "store", "swap_in", "swap_out"})
 """Kinds that count as a use of their sources: a demotion does not, it serves no request."""

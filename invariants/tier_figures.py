@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvproof.invariants.slot_books import ENDS, TierBooks
 
 if TYPE_CHECKING:
-    from kvproof.invariants.books import GroupBooks
+    from kvproof.invariants.group_books import GroupBooks
 
 
 class TierFigures:

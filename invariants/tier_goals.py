@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 
-from kvproof.invariants.books import Books, GroupBooks
+from kvproof.invariants.books import Books
 from kvproof.invariants.events import (
     BlocksAllocated,
     BlocksEvicted,
@@ -22,6 +22,7 @@ from kvproof.invariants.events import (
     TransferEnded,
     TransferLanded,
 )
+from kvproof.invariants.group_books import GroupBooks
 from kvproof.invariants.operations import (
     Abort,
     Admit,

@@ -14,7 +14,7 @@ from kvproof.invariants.slot_books import TierBooks
 from kvproof.invariants.tags import Tags
 
 if TYPE_CHECKING:
-    from kvproof.invariants.books import GroupBooks
+    from kvproof.invariants.group_books import GroupBooks
     from kvproof.invariants.tier_books import Tiers
 
 

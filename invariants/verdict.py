@@ -68,6 +68,8 @@ class Violation(Struct, frozen=True):
     tier: Tier = "device"
     """Where the block lies."""
     transfer: int | None = None
+    block_size: int = 0
+    """Of the group, where its blocks are not of the configuration's size."""
 
 
 BEFORE_THE_FIRST = "before the first operation"

@@ -15,7 +15,7 @@ from typing import get_args
 import msgspec
 from msgspec import Struct
 
-from kvproof.invariants.books import Books, GroupBooks
+from kvproof.invariants.books import Books
 from kvproof.invariants.events import (
     AnyEvent,
     BlockCopied,
@@ -37,6 +37,7 @@ from kvproof.invariants.events import (
     StepLaunched,
     StepRetired,
 )
+from kvproof.invariants.group_books import GroupBooks
 from kvproof.invariants.operations import (
     Abort,
     Admit,
@@ -272,7 +273,7 @@ class Witness:
                     "table",
                     f"that of request {number} is {seen.tables[number]}, but {request.tables} told",
                 )
-            state, tokens, computed, _ = request.standing(books.block_size)
+            state, tokens, computed, _ = request.standing(*books.block_sizes)
             expected = state, tokens, computed, tuple(map(len, request.tables))
             if tuple(seen.standing[number]) != expected:
                 raise Lied(

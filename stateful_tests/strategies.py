@@ -277,6 +277,11 @@ def _evict(world: World, blocks: int, tier: int) -> Evict:
     )
 
 
+def _reset(world: World, running: int) -> Reset:
+    """``running``: of a scheduler, whether its running requests are preempted first."""
+    return Reset(running=world.schedules and running > 0)
+
+
 def _reserve(world: World, request: int, slots: int) -> Reserve:
     """``slots``: edge (2 bits), rows (2)."""
     return Reserve(
@@ -377,7 +382,7 @@ RECIPES: Mapping[str, Recipe] = {
         lambda world, request, more: Fork(request, 1 + more), _REQUEST | {"more": st.booleans()}
     ),
     "evict": Recipe(_evict, {"blocks": st.integers(0, 3), "tier": st.integers(0, 2)}),
-    "reset": Recipe(lambda world: Reset()),
+    "reset": Recipe(_reset, {"running": st.integers(0, 2)}),
     "preempt": Recipe(_preempt, _REQUEST | {"swap": st.integers(0, 3)}),
     "resume": Recipe(_resume, _REQUEST | {"slots": st.integers(0, 7)}),
     "launch": Recipe(_launch, {"budget": st.integers(0, 31)}),

@@ -372,6 +372,11 @@ LYING = {
     "releases head first": Lying(ReleasesHeadFirst, "semantics", "release_order='tail_first'"),
     "evicts the newest": Lying(EvictsTheNewest, "semantics", "eviction_order='lru'"),
     "keeps a reserve": Lying(KeepsAReserve, "semantics", "exact_admission=True"),
+    "denies its reserve": Lying(
+        declares(KeepsAReserve, exact_admission=False, keeps_room=False),
+        "semantics",
+        "keeps_room=False",
+    ),
     "ignores the budget": Lying(IgnoresTheBudget, "semantics", "chunks=True"),
     "does not fence": Lying(DeclaresFences, "semantics", "fences_releases=True"),
     "serves others first": Lying(

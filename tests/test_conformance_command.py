@@ -83,7 +83,7 @@ def test_a_word_that_there_is_not_is_bad_input(command: str, tmp_path: Path) -> 
     result = kvproof("--subject", "mykv:MyKV", cwd=tmp_path, command=command)
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
-    assert "eviction_order='fifo': 'lru' or 'configured' or 'any' is needed" in line
+    assert "eviction_order='fifo': 'lru' or 'configured' or 'any' or 'shown' is needed" in line
 
 
 def test_an_unknown_subject_is_bad_input(tmp_path: Path) -> None:

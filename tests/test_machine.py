@@ -236,7 +236,7 @@ def test_says_so_when_a_replay_does_not_fail() -> None:
     state: Any = machine_for(broken(Moody), "engine")()
     state.start(blocks=6, block_size=2, run_ahead=1, requests=0, features=0)
     with pytest.raises(PropertyViolated, match="may not be deterministic") as caught:
-        state.reset(then=0)
+        state.reset(running=0, then=0)
     state.teardown()
     assert caught.value.case.operations == [Reset()]
 
@@ -362,6 +362,7 @@ def test_every_number_decodes_to_a_valid_operation() -> None:
         operations += [RECIPES["corrupt"].build(here, b, n) for b in range(4) for n in numbers]
         operations += [RECIPES["restart"].build(here, t, s) for t in range(4) for s in range(5)]
         operations += [RECIPES["slow"].build(here, slow) for slow in range(2)]
+        operations += [RECIPES["reset"].build(here, running) for running in range(3)]
         operations += [RECIPES["wait"].build(here, time) for time in range(8)]
         operations += [
             RECIPES[kind].build(here, transfer)
@@ -431,6 +432,13 @@ def test_a_scheduler_has_tiers_where_its_cache_can() -> None:
     assert scheduler_world(9, 4, 1, 0, 0, 3, frozenset()).configuration == Configuration(
         blocks=9, block_size=4, run_ahead=1
     )
+
+
+def test_only_a_scheduler_preempts_those_that_run_for_a_reset() -> None:
+    cache, scheduler = world(9, 4, 2, 0, 0), scheduler_world(9, 4, 2, 0, 0)
+    for here, drawn in ((cache, {Reset()}), (scheduler, {Reset(), Reset(running=True)})):
+        assert {RECIPES["reset"].build(here, running) for running in range(3)} == drawn
+        assert RECIPES["reset"].build(here, 0) == Reset()
 
 
 def test_an_admission_may_have_slots_of_its_own_where_there_are_no_media() -> None:

@@ -1,4 +1,6 @@
-"""Groups that share a pool, and groups with a window: what the books follow, what checks demand."""
+"""Groups that share a pool, that have a window, or blocks of a size of their own: what the books
+follow, what checks demand.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from kvproof.invariants.checks.order import Order
 from kvproof.invariants.checks.pin import Pin
 from kvproof.invariants.checks.prov import Prov
 from kvproof.invariants.checks.ref import Ref
+from kvproof.invariants.checks.valid import Valid
 from kvproof.invariants.events import (
     BlocksAllocated,
     BlocksEvicted,
@@ -28,7 +31,7 @@ from kvproof.invariants.events import (
     StepLaunched,
     StepRetired,
 )
-from kvproof.invariants.operations import Admit, Evict, Finish, Grow, Segment
+from kvproof.invariants.operations import Admit, Evict, Finish, Grow, Retire, Segment
 from kvproof.invariants.outcomes import NO_FREE_BLOCKS, Outcome
 from kvproof.invariants.shadow import Shadow
 from kvproof.invariants.subject import Configuration, Semantics
@@ -36,7 +39,7 @@ from kvproof.invariants.verdict import Violation
 from kvproof.invariants.view import View
 
 SIZE = 2
-CHECKS = (Ref, Excl, Order, Cap, Atom, Prov, Key, Pin)
+CHECKS = (Ref, Excl, Order, Cap, Atom, Prov, Key, Pin, Valid)
 
 
 class World:
@@ -46,9 +49,11 @@ class World:
         configuration = Configuration(blocks=8, block_size=SIZE)
         self.books = Books(configuration, Semantics(groups=2, shared_pool=True, **semantics))
         self.violations: list[Violation] = []
-        shadow, nothing = Shadow(9, SIZE), cast(View, None)
+        shadows, nothing = [Shadow(9, g.block_size) for g in self.books.groups], cast(View, None)
+        if not self.books.semantics.block_sizes:
+            shadows = shadows[:1] * 2
         self.checks = [
-            check(self.books, [shadow, shadow], nothing, self.violations.append) for check in CHECKS
+            check(self.books, shadows, nothing, self.violations.append) for check in CHECKS
         ]
 
     def check(self, kind: type[Any]) -> Any:
@@ -157,6 +162,90 @@ def test_a_hit_is_on_blocks_of_the_group() -> None:
     world.tell(BlocksReused(0, 1, 0, [1]))
     assert not world.violations
     world.tell(BlocksReused(1, 1, 0, [1]))
+    assert world.seen() == ["KEY"]
+
+
+# -- blocks of unequal size ------------------------------------------------------------------------
+
+UNEQUAL: dict[str, Any] = {"block_sizes": (2, 4), "publishes": "at_allocation"}
+
+
+def unequal() -> World:
+    """Request 0 has seven tokens, computed, in blocks 1 to 4 of group 0 and 5 and 6 of group 1."""
+    world = World(**UNEQUAL)
+    world.admit(7)
+    world.tell(
+        BlocksAllocated(0, 0, 0, [1, 2, 3, 4]),
+        BlocksAllocated(1, 0, 0, [5, 6]),
+        BlocksPublished(0, 0, 0, [1, 2], [b"a0", b"b0"]),
+        BlocksPublished(1, 0, 0, [5], [b"b1"]),
+    )
+    world.run(0, ([1, 2, 3, 4], [5, 6]))
+    world.check(Valid).conclude(Retire(), Outcome("done", count=1))
+    for check in (Prov, Excl):
+        world.check(check).audit()
+    assert not world.violations
+    return world
+
+
+@pytest.mark.parametrize("more", [{"groups": 3}, {"groups": 2, "tiers": True}])
+def test_sizes_are_one_for_each_group_and_not_with_tiers(more: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"block_sizes=\(2, 4\): one for each"):
+        Semantics(block_sizes=(2, 4), **more)
+
+
+def test_each_group_has_rows_of_its_size() -> None:
+    world = unequal()
+    request = world.books.requests[0]
+    assert request.standing(*world.books.block_sizes)[3] == (4, 2)
+    assert world.books.groups[0].free == 2
+    cap = world.check(Cap)
+    cap.expecting(Grow)(Grow(0, 3), Outcome("done", None, 0))
+    assert not world.violations
+    cap.expecting(Grow)(Grow(0, 4), Outcome("done", None, 0))
+    assert world.seen() == ["CAP"]
+
+
+@pytest.mark.parametrize(("lacking", "tokens"), [(None, 4), ((0, 2, b"b0"), 0), ((1, 5, b"b1"), 0)])
+def test_a_hit_ends_where_blocks_of_all_groups_end(
+    lacking: tuple[int, int, bytes] | None, tokens: int
+) -> None:
+    world = unequal()
+    if lacking is not None:
+        group, block, key = lacking
+        world.tell(BlocksEvicted(group, [block], [key], "reset"))
+    tags = world.books.requests[0].tags
+    assert world.books.longest_hit(tags) * SIZE == tokens
+    assert world.books.longest_hit(tags[:4]) == 0
+
+
+def test_what_all_groups_have_is_to_be_findable_and_no_more() -> None:
+    world = unequal()
+    world.tell(BlocksEvicted(1, [5], [b"b1"], "reset"))
+    world.check(Valid).conclude(Retire(), Outcome("done", count=1))
+    assert world.seen() == ["PIN", "VALID"]
+
+
+def test_a_large_block_is_whole_when_all_of_its_tokens_are_written() -> None:
+    world = World(**UNEQUAL)
+    world.admit(4)
+    world.tell(
+        BlocksAllocated(0, 0, 0, [1, 2]),
+        BlocksAllocated(1, 0, 0, [5]),
+        BlocksPublished(1, 0, 0, [5], [b"b1"]),
+    )
+    world.tell(StepLaunched(0, [StepItem(0, 0, 0, 2, ([1, 2], [5]))]), StepRetired(0))
+    assert not world.violations
+    world.tell(StepLaunched(1, [StepItem(0, 0, 2, 4, ([1, 2], [4]))]), StepRetired(1))
+    assert set(world.seen()) == {"EXCL", "VALID"}
+
+
+def test_the_key_of_a_large_block_stands_for_its_last_token() -> None:
+    world = unequal()
+    world.admit(7, hits=2)
+    world.tell(BlocksReused(0, 1, 0, [1, 2]), BlocksReused(1, 1, 0, [5]))
+    assert not world.violations
+    world.tell(BlocksPublished(1, 1, 0, [5], [b"another"]))
     assert world.seen() == ["KEY"]
 
 

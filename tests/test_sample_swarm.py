@@ -6,8 +6,12 @@ from random import Random
 
 from kvproof.fuzz.sample_swarm import draw_samples
 from kvproof.fuzz.swarm import draw_run
-from kvproof.invariants.operations import Abort, AnyOperation, Arrive
+from kvproof.invariants.operations import Abort, AnyOperation, Arrive, Segment
+from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.prompts import prompt_length
+from kvproof.invariants.scheduling.vocabulary import RequestArrived
+from kvproof.invariants.story import Moment, explain
+from kvproof.invariants.verdict import Violation
 
 RUNS = 200
 SCHEDULER = frozenset(("arrive", "schedule", "run", "retire", "abort"))
@@ -36,3 +40,21 @@ def test_only_schedulers_that_know_samples_are_asked_for_them() -> None:
 def test_a_seed_draws_the_same_again() -> None:
     able = SCHEDULER | {"samples"}
     assert draw_run("again", able) == draw_run("again", able)
+
+
+def test_the_story_says_how_many_are_wanted() -> None:
+    told = [
+        Moment(
+            number,
+            Arrive((Segment(0, 5),), output=2, samples=samples),
+            Outcome("done", None, number),
+            [RequestArrived(number, 0, 5, 2, 2, priority)],
+        )
+        for number, samples, priority in ((0, 1, 0), (1, 3, 0), (2, 2, 7))
+    ]
+    story = explain(Violation("BATCH", "so and so", op=2), told, 4)
+    assert story.partition("\n")[2] == (
+        "What happened: r0 arrives (5 prompt tokens, at most 2 output); "
+        "r1 arrives (5 prompt tokens, at most 2 output, 3 samples); "
+        "r2 arrives (5 prompt tokens, at most 2 output, 2 samples, priority 7)."
+    )

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 
-from kvproof.invariants.books import Books, RequestModel, StepModel
+from kvproof.invariants.books import Books
 from kvproof.invariants.checker import Checker, CheckerError
 from kvproof.invariants.events import StepItem, TransferEnded, TransferKind, TransferStarted
 from kvproof.invariants.operations import Abort, Arrive, Retire, Schedule, Segment
@@ -25,6 +25,7 @@ from kvproof.invariants.outcomes import (
     SKIPPED,
     Outcome,
 )
+from kvproof.invariants.request_books import RequestModel, StepModel
 from kvproof.invariants.scheduling.checker import SCHEDULING_OPERATIONS, SchedulingChecker
 from kvproof.invariants.scheduling.checks import SCHEDULING_CHECKS
 from kvproof.invariants.scheduling.checks.live import GRACE

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvproof.invariants.books import RequestModel
 from kvproof.invariants.events import BlocksOutlived
 from kvproof.invariants.operations import (
     Admit,
@@ -25,6 +24,7 @@ from kvproof.invariants.operations import (
 )
 from kvproof.invariants.outcomes import Outcome, Status
 from kvproof.invariants.property import Check, Claim, OperationHandler
+from kvproof.invariants.request_books import RequestModel
 from kvproof.invariants.view import Standing
 
 

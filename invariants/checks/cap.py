@@ -7,8 +7,13 @@ reserved, no more; that a step computes as many tokens as its budget or items, a
 tokens that have slots, allow; that copies between tiers are refused or started exactly when they
 should be, of just the blocks that are next, and what look-ups in the tiers answer.
 
-Does not verify: the order of admissions or any policy (none exists at this level); bounds of
-subjects that declare inexact admission.
+Of a subject that declares inexact admission only bounds: that what it does had room, that none is
+refused as one too many while fewer run, that a hit is findable, in whole blocks, and leaves a
+token to compute, that a request gives back what is behind a window when it grows, and, unless the
+subject keeps room, that what was refused lacked it.
+
+Does not verify: the order of admissions or any policy (none exists at this level); how much of
+what is findable is hit, and which room is kept, by a subject that declares inexact admission.
 """
 
 from __future__ import annotations
@@ -16,10 +21,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from kvproof.invariants.books import GroupBooks, RequestModel
 from kvproof.invariants.checks.cap_answers import Answers
+from kvproof.invariants.checks.cap_bounds import Bounds
 from kvproof.invariants.checks.cap_steps import Steps
 from kvproof.invariants.checks.cap_tiers import TierAnswers
+from kvproof.invariants.group_books import GroupBooks
 from kvproof.invariants.operations import (
     Abort,
     Admit,
@@ -60,6 +66,7 @@ from kvproof.invariants.outcomes import (
     Status,
 )
 from kvproof.invariants.property import Claim, OperationHandler
+from kvproof.invariants.request_books import RequestModel
 from kvproof.invariants.tags import Tags
 from kvproof.invariants.view import Standing
 
@@ -105,13 +112,14 @@ class Cap(Answers):
         ),
     )
     positive_control = "boundary-block-too-early"
-    concludes_on = (Launch, Offload, Promote)
+    concludes_on = (Launch, Offload, Promote, Grow, Decode)
     concludes_when = ("done",)
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
         self._steps = Steps(self)
         self._tiers = TierAnswers(self)
+        self._bounds = Bounds(self, self._short)
         shared = self.semantics.shared_pool
         self._pools = self.groups[:1] if shared else self.groups
         self._sharing = len(self.groups) if shared else 1
@@ -141,6 +149,8 @@ class Cap(Answers):
                 Decode: self._decode,
                 Reserve: self._reserve,
             }
+        else:
+            handlers |= self._bounds.handlers()
         if self.semantics.exact_tiers:
             handlers |= dict.fromkeys((Offload, Promote), self._tiers.answered)
         return handlers
@@ -149,6 +159,11 @@ class Cap(Answers):
         # LIFE knows whether an operation had a target; the others are never skipped.
         targeted = kind not in (Admit, Launch, Evict, Reset, *_ANSWERED)
         return super().expects(kind, status) and not (status == "skipped" and targeted)
+
+    def concludes(self, kind: type[Operation], status: Status) -> bool:
+        return super().concludes(kind, status) and (
+            kind not in (Grow, Decode) or any(self.semantics.windows)
+        )
 
     # -- predictions, from the books as they were before the operation ---------------------------
 
@@ -187,15 +202,15 @@ class Cap(Answers):
     ) -> None:
         books, size = self.books, self.block_size
         books.predicted_hits = []
-        needed = ((slots or len(tags)) + size - 1) // size
+        needed = self._needed(slots or len(tags))
         hits, lookup, reason = 0, "", None
         if len(books.running) >= books.configuration.requests:
             reason = TOO_MANY_REQUESTS
-        elif needed * self._sharing > books.configuration.blocks:
+        elif (sum if self._sharing > 1 else max)(needed) > books.configuration.blocks:
             reason = LARGER_THAN_POOL
         else:
             hits = books.longest_hit(tags)
-            if self._short([self._taken(group, tags, needed, hits) for group in self.groups]):
+            if self._short(self._taken(tags, needed, hits * size)):
                 reason = NO_FREE_BLOCKS
             if books.tiers is not None:
                 lookup = outcome.lookup
@@ -213,17 +228,25 @@ class Cap(Answers):
             return sum(takes) > self.groups[0].free
         return any(take > group.free for group, take in zip(self.groups, takes, strict=True))
 
-    def _taken(self, group: GroupBooks, tags: Tags[int], needed: int, hits: int) -> int:
-        """Free blocks that it takes: new ones, and hits that come out of the free ones."""
-        taken = max(0, needed - hits)
-        if hits:
-            size, refs = self.block_size, group.refs
-            blocks_of, key_of_tag = group.blocks_of, group.key_of_tag
-            # Of several equal blocks the one that was indexed first is reused.
-            blocks = [blocks_of[key_of_tag[t]] for t in tags[size - 1 : hits * size : size]]
-            self.books.predicted_hits.append((group.group, [equal[0] for equal in blocks]))
-            taken += sum([refs[equal[0]] == 0 for equal in blocks])
-        return taken
+    def _needed(self, tokens: int) -> list[int]:
+        """Blocks of each group for so many tokens."""
+        return [blocks_for(tokens, group.block_size) for group in self.groups]
+
+    def _taken(self, tags: Tags[int], needed: Sequence[int], hit: int) -> list[int]:
+        """Free blocks that each group takes: new ones, and those of a hit of so many tokens that
+        come out of the free ones."""
+        takes = []
+        for group, rows in zip(self.groups, needed, strict=True):
+            size, refs = group.block_size, group.refs
+            taken = max(0, rows - hit // size)
+            if hit:
+                blocks_of, key_of_tag = group.blocks_of, group.key_of_tag
+                # Of several equal blocks the one that was indexed first is reused.
+                blocks = [blocks_of[key_of_tag[t]] for t in tags[size - 1 : hit : size]]
+                self.books.predicted_hits.append((group.group, [equal[0] for equal in blocks]))
+                taken += sum([refs[equal[0]] == 0 for equal in blocks])
+            takes.append(taken)
+        return takes
 
     def _grow(self, operation: Grow, outcome: Outcome) -> None:
         request = self._known(outcome.request)
@@ -240,7 +263,7 @@ class Cap(Answers):
 
     def _growth(self, group: GroupBooks, request: RequestModel, tokens: int) -> int:
         """Blocks that growing by so many tokens takes, a copy-on-write included."""
-        size, length, table = self.block_size, len(request.tags), request.tables[group.group]
+        size, length, table = group.block_size, len(request.tags), request.tables[group.group]
         row, offset = divmod(length, size)
         take = (length + tokens + size - 1) // size - len(table)
         copied = offset and row < len(table) and group.refs[table[row]] > 1
@@ -268,8 +291,9 @@ class Cap(Answers):
         request = self._known(outcome.request)
         if request is None:
             return
-        needed = blocks_for(operation.slots, self.block_size)
-        takes = [max(0, needed - len(table)) for table in request.tables]
+        needed = self._needed(operation.slots)
+        tables = zip(needed, request.tables, strict=True)
+        takes = [max(0, rows - len(table)) for rows, table in tables]
         self.judge(operation, outcome, NO_FREE_BLOCKS if self._short(takes) else None, sum(takes))
 
     def _preempt(self, operation: Preempt, outcome: Outcome) -> None:
@@ -354,6 +378,8 @@ class Cap(Answers):
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
         if isinstance(operation, Launch):
             self._steps.launched(operation)
+        elif isinstance(operation, Grow | Decode):
+            self._bounds.grown(outcome)
         elif self.semantics.exact_tiers and isinstance(operation, Offload | Promote):
             self._tiers.copied(operation, outcome)
 
@@ -364,7 +390,8 @@ class Cap(Answers):
             if held != needed:
                 self.fail(
                     f"request {request.id} has {request.length} tokens and {request.slots} slots, "
-                    f"which need {needed} blocks of {self.block_size}, but holds {held}",
+                    f"which need {needed} blocks of {self.groups[group].block_size}, but holds "
+                    f"{held}",
                     group=group,
                     request=request.id,
                 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvproof.invariants.books import RequestModel
 from kvproof.invariants.checks.cap_answers import Answers
 from kvproof.invariants.operations import Launch, Retire
 from kvproof.invariants.outcomes import NOTHING_TO_RUN, RUN_AHEAD_LIMIT, Outcome
+from kvproof.invariants.request_books import RequestModel
 
 
 class Steps:

@@ -8,8 +8,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-from kvproof.invariants.books import GroupBooks
 from kvproof.invariants.checks.cap_answers import Answers
+from kvproof.invariants.group_books import GroupBooks
 from kvproof.invariants.operations import (
     Corrupt,
     Evict,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvproof.invariants.books import GroupBooks, RequestModel
 from kvproof.invariants.events import (
     BlockCopied,
     BlockMerged,
@@ -23,8 +22,10 @@ from kvproof.invariants.events import (
     StepLaunched,
     TransferStarted,
 )
+from kvproof.invariants.group_books import GroupBooks
 from kvproof.invariants.operations import Tier
 from kvproof.invariants.property import Check, Claim, EventHandler
+from kvproof.invariants.request_books import RequestModel
 from kvproof.invariants.slot_books import ENDS
 
 
@@ -187,10 +188,10 @@ class Excl(Check):
 
     def _launched(self, event: StepLaunched) -> None:
         self.checked += 1
-        size = self.block_size
         for item, request in self.books.steps[-1].items:
-            first, end = item.start // size, (item.end - 1) // size + 1
             for group in self.groups:
+                size = group.block_size
+                first, end = item.start // size, (item.end - 1) // size + 1
                 number, refs, key_of = group.group, group.refs, group.key_of
                 written = request.tables[number][first:end]
                 named = item.tables[number][first:end]
@@ -241,7 +242,7 @@ class Excl(Check):
             for request in self.books.running:
                 written = self.books.written(request)
                 if written < request.length and not request.loading:
-                    self._yet_to_write(group, request, written // self.block_size)
+                    self._yet_to_write(group, request, written // group.block_size)
 
     def _yet_to_write(self, group: GroupBooks, request: RequestModel, row: int) -> None:
         """From ``row`` on nobody else has the request's blocks."""

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvproof.invariants.books import PooledBooks
 from kvproof.invariants.events import BlocksPublished, BlocksReused, Event
+from kvproof.invariants.group_books import PooledBooks
 from kvproof.invariants.property import Check, Claim, EventHandler
 
 _REMEMBERED = 100_000
@@ -47,7 +47,7 @@ class Key(Check):
 
     def _published(self, event: BlocksPublished) -> None:
         request = self.books.known.get(event.request)
-        size, row = self.block_size, event.row
+        size, row = self.groups[event.group].block_size, event.row
         end = (row + len(event.blocks)) * size
         if request is None or end > request.length:
             return  # LIFE, VALID
@@ -94,7 +94,8 @@ class Key(Check):
         if request is None:
             return
         self.checked += 1
-        group, size = self.groups[event.group], self.block_size
+        group = self.groups[event.group]
+        size = group.block_size
         tags = request.tags[(event.row + 1) * size - 1 :: size]
         if isinstance(group, PooledBooks):
             self._of_the_group(event, group)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from kvproof.invariants.books import RequestModel
 from kvproof.invariants.events import (
     Event,
     RequestAborted,
@@ -40,6 +39,7 @@ from kvproof.invariants.operations import (
 )
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim, EventHandler, OperationHandler
+from kvproof.invariants.request_books import RequestModel
 from kvproof.invariants.view import Standing
 
 

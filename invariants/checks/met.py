@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvproof.invariants.books import RequestModel
 from kvproof.invariants.operations import Admit, Operation, Promote
 from kvproof.invariants.outcomes import HIT_PENDING, RETRY, Outcome
 from kvproof.invariants.property import Check, Claim
+from kvproof.invariants.request_books import RequestModel
 from kvproof.invariants.subject import Semantics
 from kvproof.invariants.tier_books import Tiers
 

@@ -81,11 +81,11 @@ class Pin(Check):
     def _outlived(self, event: BlocksOutlived) -> None:
         """A block behind the window of the next token may be within that of a step in flight."""
         self.checked += 1
-        window = self.books.window(event.group)
+        window, size = self.books.window(event.group), self.groups[event.group].block_size
         for step in self.books.steps:
             for (item, _), tables in zip(step.items, step.tables, strict=True):
-                first = max(0, item.start - window + 1) // self.block_size if window else 0
-                used = tables[event.group][first : -(-item.end // self.block_size)]
+                first = max(0, item.start - window + 1) // size if window else 0
+                used = tables[event.group][first : -(-item.end // size)]
                 block = next((b for b in event.blocks if b in used), None)
                 if block is not None:
                     self.fail(

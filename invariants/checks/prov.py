@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvproof.invariants.books import RequestModel, StepModel
 from kvproof.invariants.events import (
     BlockCopied,
     BlockMerged,
@@ -28,6 +27,7 @@ from kvproof.invariants.events import (
     TransferEnded,
 )
 from kvproof.invariants.property import Check, Claim, EventHandler
+from kvproof.invariants.request_books import RequestModel, StepModel
 from kvproof.invariants.tags import EVICTED, FREED
 
 
@@ -74,8 +74,9 @@ class Prov(Check):
         if request is None:
             return
         # What was computed in the block must be in its copy, or it will be read from there.
-        start = event.row * self.block_size
-        end = min(request.computed, start + self.block_size)
+        size = self.groups[event.group].block_size
+        start = event.row * size
+        end = min(request.computed, start + size)
         if start < end:
             self._compare(request, event.group, start, end, request.tables[event.group])
 
@@ -85,8 +86,9 @@ class Prov(Check):
         if request is None:
             return
         # The block must hold what the one that it replaces held.
-        start = event.row * self.block_size
-        end = min(request.computed, start + self.block_size)
+        size = self.groups[event.group].block_size
+        start = event.row * size
+        end = min(request.computed, start + size)
         if start < end:
             self._compare(request, event.group, start, end, request.tables[event.group])
 
@@ -119,10 +121,10 @@ class Prov(Check):
 
     def _launched(self, event: StepLaunched) -> None:
         """The rows that the step reads are those that the request was given."""
-        size = self.block_size
+        sizes = [group.block_size for group in self.groups]
         for item, request in self.books.steps[-1].items:
-            rows = (item.end + size - 1) // size
             for group, first in enumerate(request.trusted_rows):
+                rows = (item.end + sizes[group] - 1) // sizes[group]
                 if first >= rows:
                     continue
                 table, own = item.tables[group], request.tables[group]
@@ -187,7 +189,7 @@ class Prov(Check):
         position = shadow.first_mismatch(request.tags, start, end, table)
         if position is None:
             return True
-        row, offset = divmod(position, self.block_size)
+        row, offset = divmod(position, shadow.block_size)
         block = table[row]
         self.fail(
             f"request {request.id} reads position {position} from block {block}, offset "
@@ -201,25 +203,24 @@ class Prov(Check):
     def audit(self) -> None:
         self._audit_steps()
         for request in self.books.running:
-            for group in range(len(self.shadows)):
-                table = request.tables[group]
-                end = min(request.computed, len(table) * self.block_size)
+            for group, shadow in enumerate(self.shadows):
+                table, size = request.tables[group], shadow.block_size
+                end = min(request.computed, len(table) * size)
                 owed = self.books.groups[group].owed
                 if owed:
                     # A hit on content that a step has yet to write (see Semantics.publishes).
                     first = next((r for r, b in enumerate(table) if b in owed), len(table))
-                    end = min(end, first * self.block_size)
+                    end = min(end, first * size)
                 start = self._behind(group, request.computed)
                 if start < end and not self._compare(request, group, start, end, table):
                     return
 
     def _audit_steps(self) -> None:
         """All rows that steps in flight read, also those that earlier steps were seen to read."""
-        size = self.block_size
         for step in self.books.steps:
             for (item, _), tables in zip(step.items, step.tables, strict=True):
-                rows = (item.end + size - 1) // size
                 for group, own in enumerate(tables):
+                    rows = -(-item.end // self.groups[group].block_size)
                     if list(item.tables[group][:rows]) != own[:rows]:
                         self._wrong_table(item, group, 0, item.tables[group], own)
                         return

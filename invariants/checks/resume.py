@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvproof.invariants.books import RequestModel
 from kvproof.invariants.events import Event, StepItem, StepLaunched
 from kvproof.invariants.property import Check, Claim, EventHandler
+from kvproof.invariants.request_books import RequestModel
 from kvproof.invariants.view import Standing
 
 

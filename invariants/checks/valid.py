@@ -1,14 +1,14 @@
 """VALID: what is findable is complete, and what was removed is not findable.
 
-Verifies: that a block is published only when all of its slots hold the KV that its key stands
-for (or, where the subject declares early publication, once the step that owes it is retired);
-that a completed block does become findable; that a hit names blocks that are findable, and where
-there are tiers really hold what they are found as; that an evicted, reused or reset block's key
-leads nowhere; that host and disk find exactly what was copied there and not evicted since, and
-really hold it; that damage is met and not served; that a restart loses nothing that was wholly
-written, and finds nothing that was not; that nothing that was computed before a reset is findable
-after it, on any tier; in an audit, that the subject's indices hold exactly the entries that the
-events left, each with its content.
+Verifies: that a block is published only when all of its slots hold the KV that its key stands for
+(or, where the subject declares early publication, once the step that owes it is retired, or when
+none does any more); that a completed block does become findable; that a hit names blocks that are
+findable, and where there are tiers really hold what they are found as; that an evicted, reused or
+reset block's key leads nowhere; that host and disk find exactly what was copied there and not
+evicted since, and really hold it; that damage is met and not served; that a restart loses nothing
+that was wholly written, and finds nothing that was not; that nothing that was computed before a
+reset is findable after it, on any tier; in an audit, that the subject's indices hold exactly the
+entries that the events left, each with its content.
 
 Does not verify: that a block of a group with a window becomes findable, since it may be behind
 the window before; that keys tell contents apart (KEY); which block is evicted (ORDER).
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvproof.invariants.books import GroupBooks, RequestModel
 from kvproof.invariants.checks.valid_tiers import Below
 from kvproof.invariants.events import (
     BlockMerged,
@@ -31,6 +30,7 @@ from kvproof.invariants.events import (
     TierReopened,
     TransferEnded,
 )
+from kvproof.invariants.group_books import GroupBooks
 from kvproof.invariants.operations import (
     Cancel,
     Complete,
@@ -45,6 +45,7 @@ from kvproof.invariants.operations import (
 )
 from kvproof.invariants.outcomes import Outcome, Status
 from kvproof.invariants.property import Check, Claim, EventHandler
+from kvproof.invariants.request_books import RequestModel
 from kvproof.invariants.shadow import Shadow
 
 
@@ -148,13 +149,13 @@ class Valid(Check):
         if request is None:
             return
         group = self.books.groups[event.group]
-        end = (event.row + len(event.blocks)) * self.block_size
+        end = (event.row + len(event.blocks)) * group.block_size
         table = request.tables[event.group][event.row : event.row + len(event.blocks)]
         if end > request.length:
             self._incomplete(event, f"has only {request.length} tokens, not {end}")
         elif list(event.blocks) != table:
             self._incomplete(event, f"holds blocks {table} there")
-        elif event.row * self.block_size < request.outdated:
+        elif event.row * group.block_size < request.outdated:
             outdated = f"{request.outdated} of its tokens"
             self._incomplete(event, f"computed {outdated} before the prefix cache was reset")
         elif not self._early and end > request.computed:
@@ -175,7 +176,7 @@ class Valid(Check):
 
     def _complete(self, group: GroupBooks, request: RequestModel, row: int, rows: int) -> bool:
         """Whether the rows' slots hold what the request's history says."""
-        size = self.block_size
+        size = group.block_size
         table = request.tables[group.group]
         position = self.shadows[group.group].first_mismatch(
             request.tags, row * size, (row + rows) * size, table
@@ -194,32 +195,36 @@ class Valid(Check):
         return False
 
     def _pay(self, event: StepRetired) -> None:
-        """Blocks published early are complete once the step that owes them is retired."""
+        self._collect()
+
+    def _collect(self) -> None:
+        """Blocks published early are complete once the step that owes them is retired, or they are
+        not findable any more: nobody will write them when their request is gone."""
         for group in self.books.groups:
-            for block, (request, row) in list(group.owed.items()):
-                written = self.books.written(request)
-                if written < (row + 1) * self.block_size and request.running:
+            for block, owed in list(group.owed.items()):
+                if not self.books.due(owed):
                     continue
-                del group.owed[block]
-                shadow = self.shadows[group.group]
-                tag = request.tags[(row + 1) * self.block_size - 1]
-                if shadow.last_tag(block) != tag:
-                    self.fail(
-                        f"block {block} is findable as row {row} of request {request.id}, but "
-                        f"no step has written it{self._missing(shadow, block, request, row)}",
-                        group=group.group,
-                        block=block,
-                        request=request.id,
-                    )
-                    return
+                request, row, shadow = owed.request, owed.row, self.shadows[group.group]
+                if shadow.last_tag(block) == request.tags[owed.end - 1]:
+                    del group.owed[block]
+                    continue
+                self.fail(
+                    f"block {block} is findable as row {row} of request {request.id}, but "
+                    f"no step has written it{self._missing(shadow, block, request, row)}",
+                    group=group.group,
+                    block=block,
+                    request=request.id,
+                )
+                return
 
     def _missing(self, shadow: Shadow, block: int, request: RequestModel, row: int) -> str:
         """Which positions of the row the block does not hold, unless it holds none of them."""
-        start, end = row * self.block_size, (row + 1) * self.block_size
-        held = shadow.content[block * self.block_size : (block + 1) * self.block_size]
+        size = shadow.block_size
+        start, end = row * size, (row + 1) * size
+        held = shadow.content[block * size : (block + 1) * size]
         pairs = zip(range(start, end), held, strict=True)
         missing = [str(position) for position, tag in pairs if tag != request.tags[position]]
-        if len(missing) == self.block_size:
+        if len(missing) == size:
             return ""
         return f" whole: its positions {start} to {end - 1} lack {', '.join(missing)}"
 
@@ -237,7 +242,7 @@ class Valid(Check):
             if self._below is not None:
                 self._below.conclude(operation)
             return
-        retired, size = self.books.retired, self.block_size
+        retired, size = self.books.retired, self.books.hit_tokens
         if retired is None or not self.books.configuration.prefix_caching:
             return
         publishes = self.semantics.publishes
@@ -248,14 +253,15 @@ class Valid(Check):
             if publishes == "at_release":
                 last = min(last, request.asked // size)
             if first < last and request.epoch == item.epoch:
-                self._completed_is_findable(request, first, last)
+                self._completed_is_findable(request, first * size, last * size)
 
     def _stays_findable(self, request: RequestModel) -> None:
         """What a request computed, now that it has finished."""
-        size = self.block_size
+        unit = self.books.hit_tokens
         if self.books.configuration.prefix_caching:
-            tags = request.tags[size - 1 : request.computed // size * size : size]
             for group in self.groups:
+                size = group.block_size
+                tags = request.tags[size - 1 : request.computed // unit * unit : size]
                 row = next((r for r, tag in enumerate(tags) if tag not in group.key_of_tag), None)
                 if row is not None:
                     self.fail(
@@ -300,18 +306,17 @@ class Valid(Check):
         )
         return False
 
-    def _completed_is_findable(self, request: RequestModel, first: int, last: int) -> None:
-        """Rows ``first`` to ``last`` were completed by the step that was just retired."""
-        size = self.block_size
-        tags = request.tags[(first + 1) * size - 1 : last * size : size]
+    def _completed_is_findable(self, request: RequestModel, start: int, end: int) -> None:
+        """The blocks of these positions were completed by the step that was just retired."""
         for group in self.groups:
             if self.books.window(group.group):
                 continue  # it may be behind the window already
-            known = group.key_of_tag
+            size, known = group.block_size, group.key_of_tag
+            tags = request.tags[start + size - 1 : end : size]
             missing = [tag for tag in tags if tag not in known]
             if not missing:
                 continue
-            row = first + tags.index(missing[0])
+            row = start // size + tags.index(missing[0])
             block = request.tables[group.group][row]
             self.fail(
                 f"row {row} of request {request.id} is complete in block {block}, "
@@ -323,6 +328,8 @@ class Valid(Check):
             return
 
     def audit(self) -> None:
+        if not self.books.requests:  # perhaps no step will ever be retired again
+            self._collect()
         if self._below is not None:
             self._below.audit()
         for group in self.groups:
@@ -332,16 +339,17 @@ class Valid(Check):
                     actual, expected = index.get(key, ()), blocks_of.get(key, ())
                     if not self._entry_agrees(group, key, actual, expected):
                         return
-            held = self.shadows[group.group].last_tags(group.key_of)
-            if held != list(map(group.tag_of.__getitem__, group.key_of)):
+            findable = group.findable
+            held = self.shadows[group.group].last_tags(findable)
+            if held != list(map(group.tag_of.__getitem__, findable)):
                 self._audit_content(group)
 
     def _audit_content(self, group: GroupBooks) -> None:
         """Name the block that does not hold what it should, unless it is still owed."""
         shadow = self.shadows[group.group]
-        for block in group.key_of:
+        for block in group.findable:
             if block not in group.owed and shadow.last_tag(block) != group.tag_of[block]:
-                holds = shadow.describe(block, self.block_size - 1)
+                holds = shadow.describe(block, group.block_size - 1)
                 self.fail(
                     f"block {block} is findable, but its last slot holds {holds}",
                     group=group.group,

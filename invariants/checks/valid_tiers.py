@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvproof.invariants.books import GroupBooks
 from kvproof.invariants.events import (
     BlocksReused,
     SlotsEvicted,
@@ -12,6 +11,7 @@ from kvproof.invariants.events import (
     TransferEnded,
     why_evicted,
 )
+from kvproof.invariants.group_books import GroupBooks
 from kvproof.invariants.operations import Corrupt, Operation, Reset, Tier
 from kvproof.invariants.property import Check
 from kvproof.invariants.slot_books import TierBooks

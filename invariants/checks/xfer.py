@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from kvproof.invariants.books import RequestModel
 from kvproof.invariants.checks.xfer_bytes import Bytes
 from kvproof.invariants.events import (
     Event,
@@ -47,6 +46,7 @@ from kvproof.invariants.operations import (
 )
 from kvproof.invariants.outcomes import Outcome, Status
 from kvproof.invariants.property import Check, Claim, EventHandler, OperationHandler
+from kvproof.invariants.request_books import RequestModel
 from kvproof.invariants.slot_books import ENDS, TransferModel
 from kvproof.invariants.subject import Semantics
 from kvproof.invariants.tier_books import Tiers

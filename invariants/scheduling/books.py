@@ -134,7 +134,8 @@ class LiveRequest:
     def prompt(self) -> Tags[int] | None:
         """Tags of the prompt of one that waits; None if nobody told what it is."""
         if self.tags is None and self.arrival is not None:
-            self.tags = prompt_tags(self.arrival.prompt, self.arrival.salt, 0, ())
+            arrival = self.arrival
+            self.tags = prompt_tags(arrival.prompt, arrival.salt, arrival.adapter, ())
         return self.tags
 
 
@@ -213,6 +214,8 @@ class SchedulingBooks:
         self.configuration = configuration
         self.cache = cache
         self.block_size = configuration.block_size
+        self.pooled = cache.groups if cache.semantics.shared_pool else cache.groups[:1]
+        """Groups that take from one pool what a request needs."""
         self.live: dict[int, LiveRequest] = {}
         """By arrival."""
         self.waiting: OrderedDict[int, LiveRequest] = OrderedDict()
@@ -259,19 +262,21 @@ class SchedulingBooks:
     # -- what checks ask -----------------------------------------------------------------------
 
     def rows(self, tokens: int) -> int:
-        """Blocks that hold so many tokens."""
-        return (tokens + self.block_size - 1) // self.block_size
+        """Blocks of one pool that hold so many tokens."""
+        if len(self.pooled) == 1:
+            return (tokens + self.block_size - 1) // self.block_size
+        return sum([-(-tokens // group.block_size) for group in self.pooled])
 
     def free_blocks(self) -> int:
         """Blocks that an allocation may take, in the group that has the fewest."""
         return min([group.free for group in self.cache.groups])
 
     def held_blocks(self, request: LiveRequest) -> int:
-        """Blocks in the request's table."""
+        """Blocks in the request's table, or of one pool in its tables."""
         if request.cache_request is None:
             return 0
         model = self.cache.requests.get(request.cache_request)
-        return 0 if model is None else len(model.tables[0])
+        return 0 if model is None else sum(map(len, model.tables[: len(self.pooled)]))
 
     def fenced(self) -> bool:
         """Whether blocks that were given back are not free yet."""

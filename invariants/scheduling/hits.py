@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from operator import itemgetter
 from typing import NamedTuple
 
-from kvproof.invariants.books import Books, GroupBooks
+from kvproof.invariants.books import Books
+from kvproof.invariants.group_books import GroupBooks
 from kvproof.invariants.tags import Tags
 
 _REMEMBERED = 64
@@ -22,7 +23,8 @@ class Hit(NamedTuple):
 
     rows: int
     revived: int
-    """Blocks among them that nobody holds; of several groups, the most."""
+    """Blocks among them that nobody holds; of several groups, the most, or those of all that share
+    a pool."""
     blocks: tuple[set[int], ...]
     """In each group."""
     length: int
@@ -38,6 +40,7 @@ class Hits:
         self._books = books
         self._groups = books.groups
         self._size = books.block_size
+        self._together = sum if books.semantics.shared_pool else max
         self._caches = books.configuration.prefix_caching
         self._known: dict[int, Hit] = {}
 
@@ -73,19 +76,22 @@ class Hits:
         return tag is not None and all(tag in group.key_of_tag for group in self._groups)
 
     def _look_up(self, tags: Tags[int]) -> Hit:
-        size = self._size
-        rows = self._books.longest_hit(tags)
-        limit = (len(tags) - 1) // size if self._caches else 0
-        last_tags = tags[size - 1 : rows * size : size]
-        blocks = tuple([set(_reused(group, last_tags)) for group in self._groups])
-        revived = max(
-            [rows - len(group.held & hit) for group, hit in zip(self._groups, blocks, strict=True)]
+        unit, rows = self._books.hit_tokens, self._books.longest_hit(tags)
+        end = rows * self._size
+        limit = (len(tags) - 1) // unit * unit if self._caches else 0
+        blocks = tuple([set(_reused(group, tags, end)) for group in self._groups])
+        revived = self._together(
+            [
+                end // group.block_size - len(group.held & hit)
+                for group, hit in zip(self._groups, blocks, strict=True)
+            ]
         )
-        next_tag = tags[rows * size + size - 1] if rows < limit else None
+        next_tag = tags[end + unit - 1] if end < limit else None
         return Hit(rows, revived, blocks, len(tags), next_tag)
 
 
-def _reused(group: GroupBooks, last_tags: Tags[int]) -> Iterator[int]:
+def _reused(group: GroupBooks, tags: Tags[int], end: int) -> Iterator[int]:
     """Of several equal blocks the one that was indexed first is reused."""
-    keys = map(group.key_of_tag.__getitem__, last_tags)
+    size = group.block_size
+    keys = map(group.key_of_tag.__getitem__, tags[size - 1 : end : size])
     return map(_first, map(group.blocks_of.__getitem__, keys))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvproof.invariants.events import Event
 from kvproof.invariants.scheduling.vocabulary import (
@@ -22,9 +22,12 @@ _TOLD = 14
 """The latest so many sentences; what came before is only counted."""
 
 
-def iterations_story(events: Iterable[Event]) -> str:
-    """Arrivals, plans and results, a clause each; equal iterations in a row are told once."""
-    clauses = list(_merged(_clauses(events)))
+def iterations_story(events: Iterable[Event], samples: Mapping[int, int]) -> str:
+    """Arrivals, plans and results, a clause each; equal iterations in a row are told once.
+
+    ``samples``: by arrival, the outputs that are wanted of one prompt, where they are several.
+    """
+    clauses = list(_merged(_clauses(events, samples)))
     left_out = len(clauses) - _TOLD
     if left_out > 0:
         clauses = [f"({left_out} earlier ones left out)", *clauses[left_out:]]
@@ -37,14 +40,16 @@ def rejected_state(events: Sequence[Event]) -> str | None:
     return rejected.state if rejected is not None else None
 
 
-def _clauses(events: Iterable[Event]) -> Iterator[tuple[str, str]]:
+def _clauses(events: Iterable[Event], samples: Mapping[int, int]) -> Iterator[tuple[str, str]]:
     """What to say, and what it is about: (subject, predicate)."""
     for event in events:
         match event:
             case RequestArrived():
+                wanted = samples.get(event.request, 1)
                 yield (
                     f"r{event.request} arrives",
                     f"({event.prompt_tokens} prompt tokens, at most {event.max_tokens} output"
+                    + (f", {wanted} samples" if wanted > 1 else "")
                     + (f", priority {event.priority})" if event.priority else ")"),
                 )
             case Scheduled():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.operations import ALL_KINDS
@@ -34,11 +35,11 @@ def _vllm_manager() -> SubjectFactory:
 
 
 def _vllm_groups(name: str) -> SubjectFactory:
-    from kvproof.stateful_tests.subjects.vllm_groups import VllmGroupsSubject, VllmHybridSubject
+    from kvproof.stateful_tests.subjects.vllm_groups import GROUPED
     from kvproof.stateful_tests.subjects.vllm_manager import load_vllm
 
     load_vllm()
-    return {"groups": VllmGroupsSubject, "hybrid": VllmHybridSubject}[name]
+    return GROUPED[name]
 
 
 def _vllm_scheduler(family: str, options: str = "fcfs", imports: bool = True) -> SubjectFactory:
@@ -54,10 +55,12 @@ def _vllm_offload(threshold: int = 1) -> SubjectFactory:
     return vllm_offload_factory(threshold)
 
 
-def _transformers(policy: str = "fifo") -> SubjectFactory:
+def _transformers(
+    policy: str = "fifo", kind: Literal["", "offload", "hybrid"] = ""
+) -> SubjectFactory:
     from kvproof.stateful_tests.subjects.transformers_scheduler import transformers_factory
 
-    return transformers_factory(policy)
+    return transformers_factory(policy, kind)
 
 
 def _sglang_radix() -> SubjectFactory:
@@ -77,12 +80,16 @@ _SUBJECTS: dict[str, Callable[[], SubjectFactory]] = {
     "vllm:manager": _vllm_manager,
     "vllm:manager:groups": partial(_vllm_groups, "groups"),
     "vllm:manager:hybrid": partial(_vllm_groups, "hybrid"),
+    "vllm:manager:unequal": partial(_vllm_groups, "unequal"),
     **{name: partial(_vllm_scheduler, name) for name in VLLM_SCHEDULERS},
+    **{f"{name}:groups": partial(_vllm_scheduler, f"{name}:groups") for name in VLLM_SCHEDULERS},
     **{f"{name}:priority": partial(_vllm_scheduler, name, "priority") for name in VLLM_SCHEDULERS},
     "vllm:offload": _vllm_offload,
     "vllm:offload:twice": lambda: _vllm_offload(threshold=2),
     "transformers": _transformers,
     "transformers:prefill_first": lambda: _transformers("prefill_first"),
+    "transformers:offload": lambda: _transformers(kind="offload"),
+    "transformers:hybrid": lambda: _transformers(kind="hybrid"),
     "sglang:radix": _sglang_radix,
 }
 SUBJECT_NAMES = (*_SUBJECTS, "scheduler:POLICY", "eviction:POLICY")

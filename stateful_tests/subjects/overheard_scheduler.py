@@ -90,10 +90,13 @@ class OverheardScheduler(SchedulerSubject, ABC):
     def _never_fits(self, operation: Arrive, prompt: int) -> str | None:
         """Why a front end refuses it; ``prompt``: its length."""
         output = max(operation.output, operation.max_tokens)
-        size, limits = self.configuration.block_size, self.configuration.scheduling
-        if -(-(prompt + output - 1) // size) > self.configuration.blocks:
+        limits = self.configuration.scheduling
+        if self._blocks_for(prompt + output - 1) > self.configuration.blocks:
             return LARGER_THAN_POOL
         return LARGER_THAN_MODEL if prompt + output > limits.max_model_tokens else None
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.configuration.block_size)
 
     def _run(self, operation: Run) -> Outcome:
         """As an engine's loop: samples are taken in when no further step may be scheduled."""

@@ -11,12 +11,22 @@ hit, too, only what is in the window is looked for.  How many blocks such a requ
 to say, which is why exact admission is not promised there.  A step in flight may still read what is
 behind the window of the next one: nothing is fenced, the order of the stream makes it safe.
 
-Not driven: groups of unequal block sizes, and those of state-space layers.
+``vllm:manager:unequal`` has groups of unequal block sizes: one and two of the configuration's
+blocks, which are what vLLM hashes, and in pools of some size a third one with three of them.  Hits,
+and what vLLM publishes, end at a multiple of all sizes.
+
+Where a group's blocks are larger than what is hashed, vLLM notes a further key of a block: that of
+the end of the prompt inside it (``_cache_partial_tail_block``).  Such keys are looked for only if a
+group of state-space layers has its states cached at block ends (``partial_hash_hits_enabled``):
+here, never.  They are the pool's ``cached_block_hashes_by_block``, and left out of the view.
+
+Not driven: groups of state-space layers, and with them hits that end inside a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -37,10 +47,13 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
-GROUPS = 2
+FACTORS = (1, 2, 3)
+"""Blocks of groups of unequal size, in the configuration's block …"""
+_THREE_FROM = 16
+"""… and from how many blocks on there is a group of each: in less, what all can hit hardly fits."""
 
 
-class _GroupsView(VllmManagerView):
+class VllmGroupsView(VllmManagerView):
     """Tables by group; everything else is the pool's."""
 
     def __init__(self, subject: VllmGroupsSubject) -> None:
@@ -61,13 +74,19 @@ class VllmGroupsSubject(VllmManagerSubject):
     """Drives one KVCacheManager with more than one table a request."""
 
     name = f"{NAME}:groups"
-    semantics = replace(VllmManagerSubject.semantics, groups=GROUPS, shared_pool=True)
+    semantics = replace(VllmManagerSubject.semantics, groups=2, shared_pool=True)
 
     def __init__(self, configuration: Configuration) -> None:
         super().__init__(configuration)
         self._told: dict[int, tuple[_Live, ...]] = {}
         """Per live request and group: how much of its table was told."""
-        self._view = _GroupsView(self)
+        self.sizes = self.semantics.block_sizes or (configuration.block_size,) * (
+            self.semantics.groups
+        )
+        """Tokens per block, by group …"""
+        self.unit = lcm(*self.sizes)
+        """… and where what is findable ends."""
+        self._view = VllmGroupsView(self)
 
     def tables(self, live: _Live) -> Sequence[Sequence[KVCacheBlock]]:
         """vLLM's own block tables of a request."""
@@ -76,11 +95,18 @@ class VllmGroupsSubject(VllmManagerSubject):
         )
         return tables
 
+    def _needs(self, tokens: int) -> int:
+        return sum([-(-tokens // size) for size in self.sizes])
+
+    def _full_rows(self, live: _Live, group: int) -> int:
+        rows: int = live.request.num_tokens // self.unit * self.unit // self.sizes[group]
+        return rows
+
     def _tables(self, live: _Live) -> tuple[list[int], ...]:
         return tuple([[block.block_id for block in table] for table in self.tables(live)])
 
     def _tell_admitted(self, live: _Live, hits: Sequence[Sequence[KVCacheBlock]]) -> None:
-        others = [_Live(live.number, live.request) for _ in range(GROUPS - 1)]
+        others = [_Live(live.number, live.request) for _ in range(self.semantics.groups - 1)]
         self._told[live.number] = (live, *others)
         for group, table in enumerate(self.tables(live)):
             self._tell_reused(self._told[live.number][group], group, table, hits[group])
@@ -104,6 +130,18 @@ class VllmGroupsSubject(VllmManagerSubject):
             self._tell_released(live, group, blocks)
 
 
+class VllmUnequalSubject(VllmGroupsSubject):
+    """Drives one KVCacheManager whose groups have blocks of unequal size."""
+
+    name = f"{NAME}:unequal"
+
+    def __init__(self, configuration: Configuration) -> None:
+        factors = FACTORS if configuration.blocks >= _THREE_FROM else FACTORS[:2]
+        sizes = tuple([factor * configuration.block_size for factor in factors])
+        self.semantics = replace(self.semantics, groups=len(sizes), block_sizes=sizes)
+        super().__init__(configuration)
+
+
 class _Windowed(_Live):
     """How much of a table with a window was told."""
 
@@ -124,7 +162,10 @@ class VllmHybridSubject(VllmGroupsSubject):
 
     def __init__(self, configuration: Configuration) -> None:
         self.semantics = replace(
-            self.semantics, windows=(0, configuration.block_size + 2), exact_admission=False
+            self.semantics,
+            windows=(0, configuration.block_size + 2),
+            exact_admission=False,
+            keeps_room=False,
         )
         super().__init__(configuration)
 
@@ -170,3 +211,11 @@ class VllmHybridSubject(VllmGroupsSubject):
         if outcome.status == "refused" and outcome.request is not None:
             self._tell_outlived(self.live[outcome.request])
         return outcome
+
+
+GROUPED: dict[str, type[VllmGroupsSubject]] = {
+    "groups": VllmGroupsSubject,
+    "hybrid": VllmHybridSubject,
+    "unequal": VllmUnequalSubject,
+}
+"""By the end of their names."""

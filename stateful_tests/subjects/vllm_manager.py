@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from kvproof.invariants.events import (
@@ -155,28 +156,35 @@ class _Vllm:
         self.hash = sha256
         _without_hash_seed(init_none_hash, sha256)
 
-    def new_manager(self, configuration: Configuration, windows: Sequence[int]) -> KVCacheManager:
-        """A manager with a group for each window (0: full attention), one pool, and a null block
-        on top."""
-        size, blocks = configuration.block_size, configuration.blocks
-        shape = {"block_size": size, "num_kv_heads": 1, "head_size": 1, "dtype": self.dtype}
-        specs = [
-            self.window(**shape, sliding_window=window) if window else self.attention(**shape)
-            for window in windows
-        ]
+    def new_manager(self, configuration: Configuration, semantics: Semantics) -> KVCacheManager:
+        """A manager whose groups have these windows and block sizes, one pool, and a null block on
+        top."""
+        blocks, hashed = configuration.blocks, configuration.block_size
+        sizes = semantics.block_sizes or (hashed,) * semantics.groups
         return self.manager(
-            self.cache_config(
-                num_blocks=blocks + 1,
-                kv_cache_tensors=[],
-                kv_cache_groups=[
-                    self.group([f"layer-{group}"], spec) for group, spec in enumerate(specs)
-                ],
-            ),
-            max_model_len=blocks * size,
-            scheduler_block_size=size,
-            hash_block_size=size,
+            self.new_cache_config(configuration, semantics),
+            max_model_len=blocks * max(sizes),
+            scheduler_block_size=lcm(*sizes),
+            hash_block_size=hashed,
             enable_caching=configuration.prefix_caching,
         )
+
+    def new_cache_config(self, configuration: Configuration, semantics: Semantics) -> Any:
+        """What vLLM calls a configuration of its cache, with a group for each of the semantics'."""
+        groups = range(semantics.groups)
+        sizes = semantics.block_sizes or (configuration.block_size,) * len(groups)
+        windows = semantics.windows or (0,) * len(groups)
+        specs = [self._spec(size, window) for size, window in zip(sizes, windows, strict=True)]
+        return self.cache_config(
+            num_blocks=configuration.blocks + 1,
+            kv_cache_tensors=[],
+            kv_cache_groups=[self.group([f"layer-{group}"], specs[group]) for group in groups],
+        )
+
+    def _spec(self, block_size: int, window: int) -> Any:
+        """A group's layers; ``window``: 0 for full attention."""
+        shape = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": self.dtype}
+        return self.window(**shape, sliding_window=window) if window else self.attention(**shape)
 
     def new_request(
         self,
@@ -190,7 +198,6 @@ class _Vllm:
         ``media`` are those of the operation, clipped to the prompt and in order.
         """
         tokens = prompt_tokens(operation.prompt, operation.media).tolist()
-        adapter = operation.adapter
         return self.request(
             request_id=f"request-{number}",
             prompt_token_ids=tokens,
@@ -198,14 +205,20 @@ class _Vllm:
             pooling_params=None,
             arrival_time=0.0,
             mm_features=[self._feature(item) for item in media],
-            # The two strings must be different objects, here and always: keys are digests of
-            # pickles, and a pickle tells a repeated object from an equal one.
-            lora_request=self.lora_request(f"adapter-{adapter}", adapter, f"/adapters/{adapter}")
-            if adapter
-            else None,
+            lora_request=self.new_adapter(operation.adapter),
             cache_salt=f"salt-{operation.salt}" if operation.salt else None,
             block_hasher=block_hasher,
         )
+
+    def new_adapter(self, number: int) -> Any:
+        """What vLLM calls a LoRA request; none for 0.
+
+        The two strings must be different objects, here and always: keys are digests of pickles,
+        and a pickle tells a repeated object from an equal one.
+        """
+        if not number:
+            return None
+        return self.lora_request(f"adapter-{number}", number, f"/adapters/{number}")
 
     def _feature(self, item: Media) -> Any:
         return self.feature(
@@ -249,20 +262,29 @@ class _RefCounts(Sequence[int]):
 
 
 class _Index(Mapping[bytes, Sequence[int]]):
-    """vLLM's map of keys, whose values are one block, or several by id."""
+    """vLLM's map of keys, whose values are one block, or several by id.
 
-    def __init__(self, entries: Mapping[bytes, Any]) -> None:
+    ``others``: of blocks, keys of part of their content, which are left out (``vllm_groups``).
+    """
+
+    def __init__(self, entries: Mapping[bytes, Any], others: Mapping[int, set[bytes]]) -> None:
         self._entries = entries
+        self._others = others
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return sum(1 for _ in self) if self._others else len(self._entries)
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter(self._entries)
+        return filter(self.__contains__, self._entries) if self._others else iter(self._entries)
 
     def __getitem__(self, key: bytes) -> Sequence[int]:
-        entry = self._entries[key]
-        return tuple(entry) if isinstance(entry, dict) else (entry.block_id,)
+        entry, others = self._entries[key], self._others
+        blocks = tuple(entry) if isinstance(entry, dict) else (entry.block_id,)
+        if others:
+            blocks = tuple([block for block in blocks if key not in others.get(block, ())])
+            if not blocks:
+                raise KeyError(key)
+        return blocks
 
 
 class _Live(LiveRequest):
@@ -311,7 +333,8 @@ class VllmManagerView(ToldCacheView):
         return [block.block_id for block in islice(walk, len(self._pool.blocks) + 1)]
 
     def index(self, group: int) -> Mapping[bytes, Sequence[int]]:
-        return _Index(self._pool.cached_block_hash_to_block._cache)
+        pool = self._pool
+        return _Index(pool.cached_block_hash_to_block._cache, pool.cached_block_hashes_by_block)
 
     def table(self, request: int, group: int) -> Sequence[int]:
         return [block.block_id for block in self._subject.table(self._subject.live[request])]
@@ -348,9 +371,7 @@ class VllmManagerSubject(ToldCache[_Live]):
     def __init__(self, configuration: Configuration) -> None:
         super().__init__(configuration)
         vllm = load_vllm()
-        self.manager: KVCacheManager = vllm.new_manager(
-            configuration, self.semantics.windows or (0,) * self.semantics.groups
-        )
+        self.manager: KVCacheManager = vllm.new_manager(configuration, self.semantics)
         self._vllm = vllm
         self._pool = self.manager.block_pool
         self._block_hasher = (
@@ -373,9 +394,6 @@ class VllmManagerSubject(ToldCache[_Live]):
             live.request.request_id
         )
         return tables[0]
-
-    def _needs(self, tokens: int) -> int:
-        return super()._needs(tokens) * self.semantics.groups
 
     # -- admission ---------------------------------------------------------------------------
 
@@ -570,7 +588,7 @@ class VllmManagerSubject(ToldCache[_Live]):
         taken = [block.block_id for block in table[first:]]
         if taken:
             if self._keys:
-                self._tell_taken(live, first, taken)
+                self._tell_taken(group, live, first, taken)
             self._events.append(BlocksAllocated(group, live.number, first, taken))
         live.rows = len(table)
 
@@ -579,10 +597,15 @@ class VllmManagerSubject(ToldCache[_Live]):
             for block in blocks:
                 self._cached_free.pop(block, None)
 
-    def _tell_taken(self, live: _Live, first: int, taken: list[int]) -> None:
+    def _full_rows(self, live: _Live, group: int) -> int:
+        """Rows that vLLM publishes, once they are given."""
+        rows: int = live.request.num_tokens // self.configuration.block_size
+        return rows
+
+    def _tell_taken(self, group: int, live: _Live, first: int, taken: list[int]) -> None:
         """Tell which of the blocks taken lost content that was findable."""
         self._not_free(taken)
-        full = live.request.num_tokens // self.configuration.block_size
+        full = self._full_rows(live, group)
         for row, block in enumerate(taken, start=first):
             key = self._keys.get(block)
             # A full block was published again in the same call, maybe under the very key that

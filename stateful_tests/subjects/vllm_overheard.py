@@ -40,13 +40,10 @@ from kvproof.invariants.operations import (
     Retire,
 )
 from kvproof.invariants.outcomes import BLOCKS_IN_USE, SKIPPED, Outcome
-from kvproof.invariants.subject import Configuration
+from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.stateful_tests.subjects.told_cache import by_number
-from kvproof.stateful_tests.subjects.vllm_manager import (
-    VllmManagerSubject,
-    VllmManagerView,
-    _Live,
-)
+from kvproof.stateful_tests.subjects.vllm_groups import VllmGroupsSubject, VllmGroupsView
+from kvproof.stateful_tests.subjects.vllm_manager import VllmManagerSubject, _Live
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -85,8 +82,8 @@ class _Told(_Live):
     def __init__(self, number: int, request: Request) -> None:
         super().__init__(number, request)
         self.told: int = request.num_tokens
-        self.held: list[KVCacheBlock] | None = None
-        """The table that it has given back, until that is told."""
+        self.held: Sequence[Sequence[KVCacheBlock]] | None = None
+        """The tables that it has given back, until that is told."""
 
     @property
     def length(self) -> int:
@@ -107,12 +104,13 @@ class _Given(Struct):
     live: _Told
     ended: bool
     """Or preempted."""
-    released: list[int]
+    released: list[list[int]]
+    """By group."""
     before: _Pool | None
     """The pool right before, if it is told later."""
 
 
-class _OverheardView(VllmManagerView):
+class _OverheardView(VllmGroupsView):
     """The manager's view, at the moment of which the latest operation tells."""
 
     def __init__(self, cache: OverheardCache) -> None:
@@ -138,13 +136,13 @@ class _OverheardView(VllmManagerView):
 
     def index(self, group: int) -> Mapping[bytes, Sequence[int]]:
         index, early = super().index(group), self._cache.early
-        if early is None:
+        if not early:
             return index
-        found = {key: [b for b in blocks if b != early] for key, blocks in index.items()}
+        found = {key: [b for b in blocks if b not in early] for key, blocks in index.items()}
         return {key: blocks for key, blocks in found.items() if blocks}
 
 
-class OverheardCache(VllmManagerSubject):
+class OverheardCache(VllmGroupsSubject):
     """The scheduler's cache: an operation is done by the scheduler, and told when it is done.
 
     The listener is told, and calls ``apply`` with the operation, for its outcome.
@@ -163,17 +161,28 @@ class OverheardCache(VllmManagerSubject):
     )
 
     def __init__(
-        self, configuration: Configuration, manager: KVCacheManager, listener: Listener
+        self,
+        configuration: Configuration,
+        manager: KVCacheManager,
+        listener: Listener,
+        groups: Semantics,
     ) -> None:
+        """``groups``: what to promise of these."""
+        self.semantics = replace(
+            self.semantics,
+            runs_ahead=configuration.run_ahead > 1,
+            groups=groups.groups,
+            shared_pool=groups.shared_pool,
+            block_sizes=groups.block_sizes,
+        )
         super().__init__(configuration)
-        self.semantics = replace(self.semantics, runs_ahead=configuration.run_ahead > 1)
         self.manager = manager
         self._pool = manager.block_pool
         self._view: _OverheardView = _OverheardView(self)
         self.past: _Pool | None = None
         """The pool as it was when that happened which is being told, if later things did, too."""
-        self.early: int | None = None
-        """A block that is findable already, by a token that is told with the next operation."""
+        self.early: frozenset[int] = frozenset()
+        """Blocks that are findable already, by a token that is told with the next operation."""
         self._outcome = SKIPPED
         self._listener = listener
         self._untold: list[_Given] | None = None
@@ -213,18 +222,14 @@ class OverheardCache(VllmManagerSubject):
             self._grown(live, request.num_computed_tokens + num_new_tokens)
         else:
             cached = more.get("num_new_computed_tokens", 0)
-            hits = more["new_computed_blocks"].blocks[0] if cached else ()
+            hits = more["new_computed_blocks"].blocks if cached else ((),) * len(self.sizes)
             end = cached + num_new_tokens
             told = request.num_tokens if live is None else live.told
-            if (told - 1) // self.size == (request.num_tokens - 1) // self.size:
+            if (told - 1) // self.unit == (request.num_tokens - 1) // self.unit:
                 taken = free - self._pool.get_num_free_blocks()
                 self._listener.counted(request, end, taken, cached)
             self._entered(live, request, end, cached, hits)
         return new_blocks
-
-    @property
-    def size(self) -> int:
-        return self.configuration.block_size
 
     def _entered(
         self,
@@ -232,7 +237,7 @@ class OverheardCache(VllmManagerSubject):
         request: Request,
         end: int,
         cached: int,
-        hits: Sequence[KVCacheBlock],
+        hits: Sequence[Sequence[KVCacheBlock]],
     ) -> None:
         operation: Admit | Resume
         if live is None:
@@ -248,14 +253,24 @@ class OverheardCache(VllmManagerSubject):
         insort(self.running, live, key=by_number)
         live.running = True
         live.computed = cached
-        self._tell_blocks(live, hits)
+        self._tell_admitted(live, hits)
         self._events.append(event)
-        if end > live.told and end % self.size == 0:
-            self.early = self.table(live)[-1].block_id
+        self.early = self._completed(live, end)
         self._done(operation, live, cached_tokens=cached)
-        self.early = None
+        self.early = frozenset()
         if end > live.told:
             self._grown(live, end)
+
+    def _completed(self, live: _Told, end: int) -> frozenset[int]:
+        """Blocks that are findable with ``end`` tokens, and are not with those that are told."""
+        unit, told = self.unit, live.told
+        return frozenset(
+            [
+                block.block_id
+                for size, table in zip(self.sizes, self.tables(live), strict=True)
+                for block in table[told // unit * unit // size : end // unit * unit // size]
+            ]
+        )
 
     def _grown(self, live: _Told, end: int) -> None:
         """It has slots up to ``end``: for a chunk, or for its latest output token."""
@@ -278,18 +293,19 @@ class OverheardCache(VllmManagerSubject):
             return
         untold = self._untold
         before = self._view.look() if untold is not None else None
-        blocks = list(super().table(live))
+        tables = [list(table) for table in super().tables(live)]
         self._free(request)
-        given = _Given(live, request.is_finished(), self._order_of_release(blocks), before)
+        released = [self._order_of_release(table) for table in tables]
+        given = _Given(live, request.is_finished(), released, before)
         if untold is None:
             self._tell_given(given)
             return
         untold.append(given)
-        live.held = live.held or blocks
+        live.held = live.held or tables
 
-    def table(self, live: _Live) -> Sequence[KVCacheBlock]:
+    def tables(self, live: _Live) -> Sequence[Sequence[KVCacheBlock]]:
         held = live.held if isinstance(live, _Told) else None
-        return super().table(live) if held is None else held
+        return super().tables(live) if held is None else held
 
     def _tell_given(self, given: _Given) -> None:
         live = given.live
@@ -318,15 +334,17 @@ class OverheardCache(VllmManagerSubject):
             self._events.append(RequestFinished(live.number))
             self._done(Finish(index), live)
 
-    def _tell_released_in_order(self, live: _Told, released: list[int]) -> None:
+    def _tell_released_in_order(self, live: _Told, released: list[list[int]]) -> None:
         live.rows = live.rows_published = 0
         live.held = None
-        if released:
-            self._events.append(BlocksReleased(0, live.number, released))
+        self._told.pop(live.number, None)
         ref_counts = self._view.ref_counts(0)
-        for block in released:
-            if block in self._keys and ref_counts[block] == 0:
-                self._cached_free[block] = None
+        for group, blocks in enumerate(released):
+            if blocks:
+                self._events.append(BlocksReleased(group, live.number, blocks))
+            for block in blocks:
+                if block in self._keys and ref_counts[block] == 0:
+                    self._cached_free[block] = None
 
     def reset_prefix_cache(self) -> bool:
         """As the manager's."""
@@ -341,7 +359,9 @@ class OverheardCache(VllmManagerSubject):
         return done
 
     def _tell_published(self, live: _Live, table: Sequence[KVCacheBlock], group: int = 0) -> None:
-        super()._tell_published(live, table[: live.length // self.size], group)
+        """``live``: what was told of the group's table."""
+        told = self.live[live.number].length // self.unit * self.unit
+        super()._tell_published(live, table[: told // self.sizes[group]], group)
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -383,7 +403,8 @@ class OverheardCache(VllmManagerSubject):
             if live is not None and live.running and live.epoch == item.epoch:
                 live.computed = item.end
                 if self.configuration.prefix_caching:
-                    self._tell_published(live, self.table(live))
+                    for group, table in enumerate(self.tables(live)):
+                        self._tell_published(self._told[live.number][group], table, group)
         pools = [*[given.before for given in untold], None]
         self.past = pools[0]
         self._done(_RETIRE, count=len(step.items))

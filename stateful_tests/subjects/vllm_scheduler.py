@@ -27,8 +27,12 @@ How vLLM maps:
   pool at most, as vLLM demands when it starts.
 * Time stands still: figures of time are 0.
 
+* ``vllm:scheduler:groups`` (and ``vllm:async_scheduler:groups``) has two groups of full attention
+  over its pool, the second one with blocks twice as large: see
+  :mod:`kvproof.stateful_tests.subjects.vllm_groups`.
+
 Driven is ``Scheduler`` or ``AsyncScheduler``, or a subclass of it.  Not driven: tiers, watermarks,
-speculative tokens, pipelines, and groups.
+speculative tokens, pipelines, groups with a window, and a limit of LoRA adapters in a step.
 
 vLLM is imported when the first subject is built, not with this module.
 """
@@ -83,10 +87,11 @@ from kvproof.stateful_tests.subjects.overheard_scheduler import (
 )
 from kvproof.stateful_tests.subjects.vllm_overheard import OverheardCache
 from kvproof.stateful_tests.subjects.vllm_scheduling import (
+    FAMILIES,
     NAME,
     PREFIX,
-    STEPS_IN_FLIGHT,
     fitted,
+    groups_of,
     load_scheduling,
     user_scheduler,
 )
@@ -134,7 +139,7 @@ def vllm_scheduler_factory(
 class _Job:
     """A live request: vLLM's, and what its client and its worker know of it."""
 
-    __slots__ = ("choice", "number", "operation", "request", "table", "tokens")
+    __slots__ = ("choice", "number", "operation", "request", "tables", "tokens")
 
     def __init__(self, number: int, operation: Arrive, request: Request) -> None:
         self.number = number
@@ -143,8 +148,8 @@ class _Job:
         """What the model samples for it: not the same for all, or nobody could tell them apart."""
         self.operation = operation
         self.request = request
-        self.table: list[int] = []
-        """The worker's block table …"""
+        self.tables: list[list[int]] = []
+        """The worker's block tables, by group …"""
         self.tokens = 0
         """… and the tokens that the worker has: prompt, and samples so far."""
 
@@ -233,7 +238,7 @@ class VllmSchedulerView:
         return NO_TIME | {
             "input_tokens": job.request.num_prompt_tokens,
             "cached_tokens": self._subject.cached_tokens.get(request, 0),
-            "allocated_blocks": len(manager.get_block_ids(job.request.request_id)[0]),
+            "allocated_blocks": sum(map(len, manager.get_block_ids(job.request.request_id))),
             "preemptions": job.request.num_preemptions,
         }
 
@@ -256,12 +261,14 @@ class VllmSchedulerSubject(OverheardScheduler):
         scheduler_class: type[Scheduler] | None = None,
     ) -> None:
         self.vllm = load_scheduling()
-        super().__init__(name, fitted(configuration, STEPS_IN_FLIGHT[family]), _PROMISES[policy])
+        groups = groups_of(family, configuration)
+        kind, steps = FAMILIES[family]
+        super().__init__(name, fitted(configuration, steps, groups), _PROMISES[policy])
         self.scheduler = self.vllm.new_scheduler(
-            self.configuration, policy, scheduler_class or self.vllm.schedulers[family]
+            self.configuration, groups, policy, scheduler_class or self.vllm.schedulers[kind]
         )
         manager = self.scheduler.kv_cache_manager
-        self._overhear(OverheardCache(self.configuration, manager, listener=self))
+        self._overhear(OverheardCache(self.configuration, manager, listener=self, groups=groups))
         self.jobs: dict[int, _Job] = {}
         """Live requests, by arrival."""
         self.jobs_by_id: dict[str, _Job] = {}
@@ -275,11 +282,15 @@ class VllmSchedulerSubject(OverheardScheduler):
         self._block_hasher = self.cache._block_hasher
         self._handlers |= {Abort: self._abort, Reset: self._reset}
 
+    def _blocks_for(self, tokens: int) -> int:
+        blocks: int = self.cache._needs(tokens)
+        return blocks
+
     # -- what the cache below overhears ----------------------------------------------------------
 
     def admission(self, request: Request, end: int) -> Admit:
         operation = self.jobs_by_id[request.request_id].operation
-        return Admit(operation.prompt, salt=operation.salt, slots=end)
+        return Admit(operation.prompt, operation.salt, operation.adapter, slots=end)
 
     def choice(self, request: Request) -> int:
         return self.jobs_by_id[request.request_id].choice
@@ -422,7 +433,8 @@ class VllmSchedulerSubject(OverheardScheduler):
         for name, tokens in scheduled.num_scheduled_tokens.items():
             job, live = self.jobs_by_id[name], self.cache.by_id[name]
             end = starts[name] + tokens
-            items.append(StepItem(live.number, live.epoch, starts[name], end, (job.table[:],)))
+            tables = tuple([table[:] for table in job.tables])
+            items.append(StepItem(live.number, live.epoch, starts[name], end, tables))
             samples[name] = [job.sample()] if end == job.tokens else []
         if items:
             self.batch_size = len(items)
@@ -435,7 +447,7 @@ class VllmSchedulerSubject(OverheardScheduler):
         starts: dict[str, int] = {}
         for new in scheduled.scheduled_new_reqs:  # resumed ones, too
             job = self.jobs_by_id[new.req_id]
-            job.table = list(new.block_ids[0])
+            job.tables = [list(blocks) for blocks in new.block_ids]
             job.tokens = len(new.prefill_token_ids or new.prompt_token_ids or ())
             starts[new.req_id] = new.num_computed_tokens
         known = scheduled.scheduled_cached_reqs
@@ -444,7 +456,8 @@ class VllmSchedulerSubject(OverheardScheduler):
         ):
             job = self.jobs_by_id[name]
             if blocks is not None:
-                job.table += blocks[0]
+                for table, more in zip(job.tables, blocks, strict=True):
+                    table += more
             starts[name] = computed
         return starts
 

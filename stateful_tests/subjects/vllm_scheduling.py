@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from functools import lru_cache
+from math import lcm
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,11 @@ from kvproof.invariants.errors import InputError
 from kvproof.invariants.operations import Arrive
 from kvproof.invariants.prompts import prompt_tokens
 from kvproof.invariants.scheduling.vocabulary import Limits
-from kvproof.invariants.subject import Configuration
+from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
 from kvproof.stateful_tests.subjects.overheard_scheduler import STOP
 from kvproof.stateful_tests.subjects.policies import user_module
+from kvproof.stateful_tests.subjects.vllm_groups import FACTORS
 from kvproof.stateful_tests.subjects.vllm_manager import NAME as MANAGER
 from kvproof.stateful_tests.subjects.vllm_manager import load_vllm
 
@@ -29,9 +31,17 @@ if TYPE_CHECKING:
 NAME = "vllm:scheduler"
 ASYNC_NAME = "vllm:async_scheduler"
 """With steps in flight while the next one is scheduled."""
-STEPS_IN_FLIGHT = {NAME: 1, ASYNC_NAME: 2}
-"""At most, by the subject: what vLLM's engine core keeps."""
+_GROUPS = ":groups"
+"""Ends the name of a subject with two groups of unequal block size."""
+FAMILIES = {
+    name + end: (name, steps)
+    for name, steps in ((NAME, 1), (ASYNC_NAME, 2))
+    for end in ("", _GROUPS)
+}
+"""Subjects, but for options: which scheduler, and steps in flight at most, as vLLM's engine core
+keeps them."""
 
+_ONE_GROUP = Semantics()
 
 PREFIX = "request-"
 """vLLM's names of requests; their rank of arrival follows."""
@@ -94,7 +104,11 @@ class _Scheduling:
         self._structured = StructuredOutputManager(self._config)
 
     def new_scheduler(
-        self, configuration: Configuration, policy: str, scheduler_class: type[Scheduler]
+        self,
+        configuration: Configuration,
+        groups: Semantics,
+        policy: str,
+        scheduler_class: type[Scheduler],
     ) -> Scheduler:
         """A scheduler over a pool of its own; vLLM's configuration is made once, and copied."""
         vllm, limits, size = self.manager, configuration.scheduling, configuration.block_size
@@ -110,17 +124,12 @@ class _Scheduling:
         config.cache_config = caching = copy(config.cache_config)
         caching.block_size = size
         caching.enable_prefix_caching = configuration.prefix_caching
-        caching.num_gpu_blocks = blocks = configuration.blocks + 1
-        spec = vllm.attention(block_size=size, num_kv_heads=1, head_size=1, dtype=vllm.dtype)
+        caching.num_gpu_blocks = configuration.blocks + 1
         return scheduler_class(
             config,
-            vllm.cache_config(
-                num_blocks=blocks,
-                kv_cache_tensors=[],
-                kv_cache_groups=[vllm.group(["layer"], spec)],
-            ),
+            vllm.new_cache_config(configuration, groups),
             structured_output_manager=self._structured,
-            block_size=size,
+            block_size=lcm(size, *groups.block_sizes),
             hash_block_size=size,
             log_stats=True,
         )
@@ -139,6 +148,7 @@ class _Scheduling:
             pooling_params=None,
             arrival_time=float(number),
             priority=operation.priority,
+            lora_request=vllm.new_adapter(operation.adapter),
             cache_salt=f"salt-{operation.salt}" if operation.salt else None,
             block_hasher=block_hasher,
         )
@@ -149,9 +159,22 @@ def prefill_threshold(configuration: Configuration) -> int:
     return 2 * configuration.block_size if configuration.scheduling.chunked_prefill else 0
 
 
-def fitted(configuration: Configuration, steps_in_flight: int = 1) -> Configuration:
+def groups_of(family: str, configuration: Configuration) -> Semantics:
+    """What a subject's semantics say of its groups."""
+    if not family.endswith(_GROUPS):
+        return _ONE_GROUP
+    sizes = tuple([factor * configuration.block_size for factor in FACTORS[:2]])
+    return Semantics(groups=len(sizes), shared_pool=True, block_sizes=sizes)
+
+
+def fitted(
+    configuration: Configuration, steps_in_flight: int = 1, groups: Semantics = _ONE_GROUP
+) -> Configuration:
     """As vLLM would accept it, and with a budget that matters."""
-    pool, limits = configuration.blocks * configuration.block_size, configuration.scheduling
+    limits, sizes = configuration.scheduling, groups.block_sizes or (configuration.block_size,)
+    pool = configuration.blocks * configuration.block_size
+    while sum([-(-pool // size) for size in sizes]) > configuration.blocks:
+        pool -= 1
     longest = min(limits.max_model_tokens, pool)
     budget = limits.token_budget
     if not limits.chunked_prefill:

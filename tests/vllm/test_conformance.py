@@ -21,7 +21,9 @@ except SubjectUnavailable as error:
 pytestmark = pytest.mark.vllm
 
 
-@pytest.mark.parametrize("name", ["vllm:manager", "vllm:manager:groups", "vllm:scheduler"])
+@pytest.mark.parametrize(
+    "name", ["vllm:manager", "vllm:manager:groups", "vllm:manager:unequal", "vllm:scheduler"]
+)
 def test_an_adapter_of_vllm_tells_the_truth(name: str) -> None:
     examination = examine(subject_factory(name))
     assert examination.told is None, examination.told

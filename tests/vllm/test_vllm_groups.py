@@ -1,4 +1,5 @@
-"""vLLM's manager with two groups of layers over one pool, one of them perhaps with a window.
+"""vLLM's manager with several groups of layers over one pool: alike, or with a window, or with
+blocks of unequal size.
 
 Needs vLLM 0.33 in an environment of its own: `bash .ci/vllm-env FOLDER`.
 """
@@ -37,6 +38,7 @@ from kvproof.stateful_tests.totals import Totals
 
 NAME = "vllm:manager:groups"
 HYBRID = "vllm:manager:hybrid"
+UNEQUAL = "vllm:manager:unequal"
 
 try:
     subject_factory(NAME)
@@ -115,6 +117,45 @@ def test_a_hit_needs_only_the_windows_blocks() -> None:
     assert not run.run([Launch(), Retire()])
 
 
+def test_groups_of_unequal_size_have_rows_of_their_own() -> None:
+    run = harness(blocks=16, name=UNEQUAL)
+    tables = [len(event.blocks) for event in events_of(run, admit(25), BlocksAllocated)]
+    assert tables == [7, 4, 3]
+    assert run.subject.view().standing(0)[3] == (7, 4, 3)
+    assert run.subject.view().free_count(0) == 2
+    assert run.perform(admit(33)).reason == LARGER_THAN_POOL
+    assert run.perform(admit(9, 2)).reason == NO_FREE_BLOCKS
+
+
+def test_what_is_findable_ends_where_all_groups_have_a_blocks_end() -> None:
+    run = harness(blocks=30, name=UNEQUAL)
+    published = events_of(run, admit(40), BlocksPublished)
+    assert [(event.group, len(event.blocks)) for event in published] == [(0, 6), (1, 3), (2, 2)]
+    assert not run.run([Launch(), Retire(), Finish(0)])
+    for length, cached in ((40, 24), (25, 24), (24, 0)):
+        assert run.perform(admit(length)).cached_tokens == cached
+        assert not run.run([Launch(), Retire(), Finish(0)])
+    assert run.perform(admit(40)).cached_tokens == 24
+    assert not run.audit()
+
+
+def test_two_groups_are_enough_for_a_small_pool() -> None:
+    run = harness(blocks=9, name=UNEQUAL)
+    assert [len(event.blocks) for event in events_of(run, admit(17), BlocksAllocated)] == [5, 3]
+    assert not run.run([Launch(), Retire(), Finish(0), Evict(1)])
+    # One of the two blocks of the larger size is gone: half of what the smaller ones have is hit.
+    assert run.perform(admit(17)).cached_tokens == 8
+    assert not run.audit()
+
+
+def test_the_key_of_a_prompts_end_inside_a_block_is_left_out_of_the_view() -> None:
+    run = harness(blocks=9, name=UNEQUAL)
+    assert not run.run([admit(8)])
+    pool = run.subject.manager.block_pool
+    assert len(pool.cached_block_hashes_by_block) == 1
+    assert (len(pool.cached_block_hash_to_block), len(run.subject.view().index(0))) == (4, 3)
+
+
 # -- the unmodified release, and mutants of it ---------------------------------------------------
 
 
@@ -133,7 +174,7 @@ def first_failure(
     return None
 
 
-@pytest.mark.parametrize("name", [NAME, HYBRID])
+@pytest.mark.parametrize("name", [NAME, HYBRID, UNEQUAL])
 def test_the_unmodified_release_has_no_findings(name: str) -> None:
     assert first_failure(name, 120) is None
 
@@ -207,7 +248,68 @@ def hits_without_looking_in_the_window(original: Original) -> Original:
     return find
 
 
+def lets_hits_end_where_the_smallest_block_does(original: Original) -> Any:
+    return property(lambda coordinator: min(coordinator.group_block_sizes))
+
+
+def replaces_the_key_of_a_block_by_that_of_its_part(original: Original) -> Original:
+    return lambda pool, **more: original(pool, **more, replace_existing_hashes=True)
+
+
+def knows_a_block_by_its_first_part(original: Original) -> Original:
+    return lambda hashes, row: hashes.block_hashes[row * hashes.scale_factor]
+
+
+def knows_a_block_by_the_part_after_it(original: Original) -> Original:
+    def key(hashes: Any, row: int) -> Any:
+        last = len(hashes.block_hashes) - 1
+        return hashes.block_hashes[min(last, (row + 1) * hashes.scale_factor)]
+
+    return key
+
+
+def counts_blocks_of_the_common_multiple(original: Original) -> Original:
+    def count(manager: Any, *more: Any, **named: Any) -> Any:
+        size, manager.block_size = manager.block_size, manager.scheduler_block_size
+        try:
+            return original(manager, *more, **named)
+        finally:
+            manager.block_size = size
+
+    return count
+
+
+def keeps_what_one_group_alone_can_hit(original: Original) -> Original:
+    def find(coordinator: Any, hashes: Any, longest: int) -> Any:
+        blocks, *rest = original(coordinator, hashes, longest)
+        table = list(blocks[0])
+        for key in hashes[len(table) : longest // coordinator.group_block_sizes[0]]:
+            found = coordinator.block_pool.get_cached_block(key, [0])
+            if not found:
+                break
+            table += found
+        return ((table, *blocks[1:]), *rest)
+
+    return find
+
+
+def drops_further_keys_but_not_their_entries(original: Original) -> Original:
+    def remove(pool: Any, block: Any) -> Any:
+        pool.cached_block_hashes_by_block.pop(block.block_id, None)
+        return original(pool, block)
+
+    return remove
+
+
+def leaves_the_adapter_out_of_the_key(original: Original) -> Original:
+    return lambda request: []
+
+
 COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
+POOL = "vllm.v1.core.block_pool.BlockPool"
+ALIGNED = f"{COORDINATOR}.HybridKVCacheCoordinator._cache_hit_alignment_tokens"
+HASHES = "vllm.v1.core.kv_cache_utils.BlockHashListWithBlockSize._get_value_at"
+MANAGERS = "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager"
 WINDOWS = "vllm.v1.core.single_type_kv_cache_manager.SlidingWindowManager"
 MUTANTS: tuple[tuple[Callable[[Original], Original], str, set[str]], ...] = (
     (frees_one_group, f"{COORDINATOR}.KVCacheCoordinator.free", {"CONS", "REF", "LIFE"}),
@@ -232,10 +334,47 @@ HYBRID_MUTANTS: tuple[tuple[Callable[[Original], Original], str, set[str]], ...]
 )
 
 
+UNEQUAL_MUTANTS: tuple[tuple[Callable[[Original], Original], str, set[str]], ...] = (
+    (lets_hits_end_where_the_smallest_block_does, ALIGNED, {"CAP"}),
+    (
+        replaces_the_key_of_a_block_by_that_of_its_part,
+        f"{POOL}.cache_partial_block",
+        {"KEY", "CAP"},
+    ),
+    (knows_a_block_by_its_first_part, HASHES, {"KEY"}),
+    (knows_a_block_by_the_part_after_it, HASHES, {"KEY", "CAP"}),
+    (
+        counts_blocks_of_the_common_multiple,
+        f"{MANAGERS}.get_num_blocks_to_allocate",
+        {"CRASH", "CAP"},
+    ),
+    (
+        keeps_what_one_group_alone_can_hit,
+        f"{COORDINATOR}.HybridKVCacheCoordinator.find_longest_cache_hit",
+        {"EXCL", "CAP"},
+    ),
+    (
+        drops_further_keys_but_not_their_entries,
+        f"{POOL}._remove_cached_block_hashes",
+        {"VALID"},
+    ),
+    (
+        leaves_the_adapter_out_of_the_key,
+        "vllm.v1.core.kv_cache_utils._gen_lora_extra_hash_keys",
+        {"KEY", "CAP"},
+    ),
+)
+ALL_MUTANTS = [
+    *((NAME, *mutant) for mutant in MUTANTS),
+    *((HYBRID, *mutant) for mutant in HYBRID_MUTANTS),
+    *((UNEQUAL, *mutant) for mutant in UNEQUAL_MUTANTS),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "mutate", "target", "properties"),
-    [(NAME, *mutant) for mutant in MUTANTS] + [(HYBRID, *mutant) for mutant in HYBRID_MUTANTS],
-    ids=[mutant[0].__name__ for mutant in (*MUTANTS, *HYBRID_MUTANTS)],
+    ALL_MUTANTS,
+    ids=[mutate.__name__ for _, mutate, _, _ in ALL_MUTANTS],
 )
 def test_a_mutant_of_vllm_is_found_and_shrunk(
     monkeypatch: pytest.MonkeyPatch,
@@ -247,7 +386,7 @@ def test_a_mutant_of_vllm_is_found_and_shrunk(
     monkeypatch.setattr(target, mutate(resolve_name(target)))
     failure = first_failure(name, 200, properties)
     assert failure is not None, "not found"
-    shrunk = shrink(failure[0], seconds_max=20)
+    shrunk = shrink(failure[0], seconds_max=60)
     assert shrunk is not None
     assert shrunk.violation.property in properties
     assert len(shrunk.case.operations) <= 12

@@ -199,13 +199,14 @@ def test_requests_that_end_together_give_back_their_blocks_one_after_the_other()
     assert not run.audit()
 
 
-def test_salts_separate() -> None:
+@pytest.mark.parametrize("identity", ["salt", "adapter"])
+def test_salts_and_adapters_separate(identity: str) -> None:
     run = harness()
-    run.perform(arrive(9, salt=1))
-    run.perform(Run(1))
-    run.perform(arrive(9, salt=2))
-    (scheduled,) = events_of(run, Schedule(), Scheduled)
-    assert [part.tokens for part in scheduled.parts] == [9]
+    for value, tokens in ((1, 9), (2, 9), (1, 1)):
+        run.perform(arrive(9, **{identity: value}))
+        (scheduled,) = events_of(run, Schedule(), Scheduled)
+        assert [part.tokens for part in scheduled.parts] == [tokens]
+        run.perform(Retire())
 
 
 def test_aborts_wherever_a_request_stands() -> None:
@@ -574,6 +575,10 @@ def leaves_the_salt_out_of_the_key(original: Original) -> Original:
     return extra_keys
 
 
+def leaves_the_adapter_out_of_the_key(original: Original) -> Original:
+    return lambda request: []
+
+
 def prefers_the_less_urgent(original: Original) -> Original:
     return lambda request, other: request.priority > other.priority
 
@@ -618,6 +623,7 @@ MANAGER = "vllm.v1.core.kv_cache_manager.KVCacheManager"
 POOL = "vllm.v1.core.block_pool.BlockPool"
 STOPS = "vllm.v1.core.sched.scheduler.check_stop"
 KEYS = "vllm.v1.core.kv_cache_utils.generate_block_hash_extra_keys"
+ADAPTERS = "vllm.v1.core.kv_cache_utils._gen_lora_extra_hash_keys"
 FCFS = "vllm:scheduler"
 
 Mutant = tuple[Callable[[Original], Original], str, str, set[str]]
@@ -644,6 +650,7 @@ MUTANTS: tuple[Mutant, ...] = (
     (hits_one_block_less, f"{MANAGER}.get_computed_blocks", FCFS, {"FIT"}),
     (frees_twice, f"{POOL}.free_blocks", FCFS, {"CONS", "REF"}),
     (leaves_the_salt_out_of_the_key, KEYS, FCFS, {"KEY", "FIT"}),
+    (leaves_the_adapter_out_of_the_key, ADAPTERS, FCFS, {"KEY", "FIT", "CAP"}),
     *(
         (delivered(spoil), f"{SCHEDULER}.update_from_output", FCFS, {"PROGRESS"})
         for spoil in (
@@ -694,7 +701,7 @@ PARAMETERS: dict[str, Sequence[str]] = {
     f"{POOL}.get_num_free_blocks": (),
     "vllm.v1.request.Request.__init__": (
         "request_id", "prompt_token_ids", "sampling_params", "pooling_params", "arrival_time",
-        "priority", "cache_salt", "block_hasher",
+        "priority", "lora_request", "cache_salt", "block_hasher",
     ),
 }  # fmt: skip
 """Parameters that the adapter passes or listens to, by function."""

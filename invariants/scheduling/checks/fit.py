@@ -85,7 +85,8 @@ class Fit(SchedulingCheck):
         if tags is None:
             return None
         hit = self._hits.of(request.id, tags)
-        return max(0, rows - hit.rows) + hit.revived, hit.rows * books.block_size
+        cached = hit.rows * books.block_size
+        return max(0, rows - books.rows(cached)) + hit.revived, cached
 
     def _tags(self, request: LiveRequest) -> Tags[int] | None:
         if request.cache_request is None:

@@ -214,7 +214,8 @@ class Meter(SchedulingCheck):
 
     def _figures(self) -> dict[str, int]:
         """The scheduler's figures by the books."""
-        books, figures, groups = self.books, self.books.figures, self.books.cache.groups
+        books, figures = self.books, self.books.figures
+        groups = books.cache.groups[:: len(books.pooled)]
         block_bytes = books.block_size * self.configuration.kv_bytes_per_token
         total = sum([group.usable for group in groups])
         used = sum([group.referenced for group in groups])
@@ -260,7 +261,8 @@ class Meter(SchedulingCheck):
         return {
             "input_tokens": request.prompt_tokens,
             "cached_tokens": request.cached_tokens,
-            "allocated_blocks": books.held_blocks(request) * len(books.cache.groups),
+            "allocated_blocks": books.held_blocks(request)
+            * (len(books.cache.groups) // len(books.pooled)),
             "preemptions": request.preemptions,
             "queue_time_ns": _between(request.arrival_ns, first_run),
             "prefill_time_ns": _between(first_run, first_token),

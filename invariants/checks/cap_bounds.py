@@ -1,0 +1,214 @@
+"""CAP's part about subjects that promise no exact admission: bounds, in place of predictions.
+
+Such a subject may hit less than is findable and, where it keeps room, refuse what would fit.  What
+it does must have had room all the same, and what it claims to find must be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from kvproof.invariants.checks.cap_answers import Answers
+from kvproof.invariants.operations import (
+    Admit,
+    Decode,
+    Grow,
+    Operation,
+    Reserve,
+    Resume,
+    kind_of,
+)
+from kvproof.invariants.outcomes import (
+    LARGER_THAN_POOL,
+    NO_FREE_BLOCKS,
+    TOO_MANY_REQUESTS,
+    Outcome,
+)
+from kvproof.invariants.property import OperationHandler
+from kvproof.invariants.request_books import RequestModel
+from kvproof.invariants.tags import Tags
+
+
+class Bounds:
+    """Judges what was done or refused; it reports through that check."""
+
+    def __init__(self, check: Answers, short: Callable[[Sequence[int]], bool]) -> None:
+        """``short``: whether groups lack so many free blocks."""
+        self._check = check
+        self._books = check.books
+        self._groups = check.groups
+        self._short = short
+        self._windows = [check.books.window(group.group) for group in check.groups]
+
+    def handlers(self) -> Mapping[type[Operation], OperationHandler]:
+        return {
+            Admit: self._admit,
+            Resume: self._resume,
+            Grow: self._grow,
+            Decode: self._decode,
+            Reserve: self._reserve,
+        }
+
+    # -- with the books as before the operation --------------------------------------------------
+
+    def _admit(self, operation: Admit, outcome: Outcome) -> None:
+        tags = self._books.tags_of(operation)
+        self._enters(operation, outcome, tags, operation.slots or len(tags), len(tags))
+
+    def _resume(self, operation: Resume, outcome: Outcome) -> None:
+        request = self._known(outcome.request)
+        if request is not None and request.swapped:
+            rows = self._rows(max(operation.slots or request.length, request.computed))
+            if self._may_run(operation, outcome):
+                self._judge(operation, outcome, self._beside(request.tags, 0, rows), rows)
+        elif request is not None:
+            # It may have one token more, which is told when it has a slot.
+            tokens, length = operation.slots or request.length, request.length
+            self._enters(operation, outcome, request.tags, tokens, length + 1)
+
+    def _enters(
+        self,
+        operation: Admit | Resume,
+        outcome: Outcome,
+        tags: Tags[int],
+        tokens: int,
+        hit_below: int,
+    ) -> None:
+        """It wants slots for so many tokens, and may hit fewer than ``hit_below``."""
+        if not self._may_run(operation, outcome):
+            return
+        most = self._rows(tokens)
+        least = self._beside(tags, 0, most)
+        if outcome.status == "done" and outcome.cached_tokens:
+            why = self._no_hit(tags, outcome.cached_tokens, hit_below)
+            if why is not None:
+                self._check.fail(
+                    f"{kind_of(operation)}: a hit of {outcome.cached_tokens} tokens is claimed, "
+                    f"but {why}",
+                    request=outcome.request,
+                )
+                return
+            least = self._beside(tags, outcome.cached_tokens, most)
+        self._judge(operation, outcome, least, most)
+
+    def _may_run(self, operation: Operation, outcome: Outcome) -> bool:
+        """Whether it is not refused as one too many while fewer run.  (That no more run than may is
+        for BUDGET to say.)"""
+        full = len(self._books.running) >= self._books.configuration.requests
+        if outcome.reason == TOO_MANY_REQUESTS and not full:
+            self._check.wrong_answer(operation, outcome, None)
+            return False
+        return True
+
+    def _no_hit(self, tags: Tags[int], cached: int, below: int) -> str | None:
+        """Why so many tokens cannot be hit: they must be findable, in whole blocks, and leave one
+        to compute."""
+        if cached >= below:
+            return f"of {below} tokens the last one is to be computed"
+        if cached % self._books.hit_tokens:
+            return f"blocks have {self._books.hit_tokens}"
+        for group, window in zip(self._groups, self._windows, strict=True):
+            size = group.block_size
+            first = max(0, cached + 1 - window) // size if window else 0
+            for row in range(first, cached // size):
+                if tags[(row + 1) * size - 1] not in group.key_of_tag:
+                    return f"its row {row} is not findable"
+        return None
+
+    def _beside(self, tags: Tags[int], cached: int, rows: Sequence[int]) -> list[int]:
+        """Free blocks that each group takes at least: beside a hit, and for it."""
+        takes = [0] * len(rows)
+        for place, group in enumerate(self._groups):
+            if self._windows[place]:
+                continue  # what is behind it needs none
+            size, refs = group.block_size, group.refs
+            takes[place] = max(0, rows[place] - cached // size)
+            for tag in tags[size - 1 : cached : size]:
+                equal = group.blocks_of[group.key_of_tag[tag]]
+                takes[place] += not any(refs[block] for block in equal)
+        return takes
+
+    def _grow(self, operation: Grow, outcome: Outcome) -> None:
+        request = self._known(outcome.request)
+        if request is not None:
+            self._grows(operation, outcome, [(request, request.length + operation.tokens)])
+
+    def _reserve(self, operation: Reserve, outcome: Outcome) -> None:
+        request = self._known(outcome.request)
+        if request is not None:
+            self._grows(operation, outcome, [(request, operation.slots)])
+
+    def _decode(self, operation: Decode, outcome: Outcome) -> None:
+        running = self._books.running
+        named = {index % len(running) for index in operation.requests} if running else ()
+        wanted = [(running[index], running[index].length + 1) for index in named]
+        self._grows(operation, outcome, wanted)
+
+    def _grows(
+        self, operation: Operation, outcome: Outcome, wanted: Sequence[tuple[RequestModel, int]]
+    ) -> None:
+        """Each of these requests is to have slots for so many tokens."""
+        least, most = [0] * len(self._groups), [0] * len(self._groups)
+        for request, tokens in wanted:
+            for place, rows in enumerate(self._rows(tokens)):
+                table, refs = request.tables[place], self._groups[place].refs
+                more = max(0, rows - len(table))
+                # Blocks that are behind a window may come back first.
+                least[place] += -len(table) if self._windows[place] else more
+                # The block that it writes next may have to be copied.
+                row = request.length // self._groups[place].block_size
+                most[place] += more + (row < len(table) and refs[table[row]] > 1)
+        if outcome.status == "refused" and any(self._never_fits(tokens) for _, tokens in wanted):
+            return
+        self._judge(operation, outcome, least, most)
+
+    # -- room ------------------------------------------------------------------------------------
+
+    def _judge(
+        self, operation: Operation, outcome: Outcome, least: Sequence[int], most: Sequence[int]
+    ) -> None:
+        """What is done takes so many free blocks of each group at least, and at most."""
+        if outcome.status == "done":
+            if self._short(least):
+                self._check.wrong_answer(operation, outcome, NO_FREE_BLOCKS)
+        elif not self._check.semantics.keeps_room and (
+            (outcome.reason == NO_FREE_BLOCKS and not self._short(most))
+            or (outcome.reason == LARGER_THAN_POOL and not self._larger_than_pool(most))
+        ):
+            self._check.wrong_answer(operation, outcome, None)
+
+    def _rows(self, tokens: int) -> list[int]:
+        """Blocks of each group for so many tokens."""
+        return [-(-tokens // group.block_size) for group in self._groups]
+
+    def _larger_than_pool(self, rows: Sequence[int]) -> bool:
+        together = sum if self._check.semantics.shared_pool else max
+        return together(rows) > self._books.configuration.blocks
+
+    def _never_fits(self, tokens: int) -> bool:
+        return self._larger_than_pool(self._rows(tokens))
+
+    def _known(self, number: int | None) -> RequestModel | None:
+        return None if number is None else self._books.requests.get(number)
+
+    # -- with the books as after it --------------------------------------------------------------
+
+    def grown(self, outcome: Outcome) -> None:
+        """What is behind a window is given back when its request grows, at the latest."""
+        for number in (outcome.request, *outcome.children):
+            request = self._known(number)
+            if request is None:
+                continue
+            for group, window in zip(self._groups, self._windows, strict=True):
+                behind = max(0, request.computed + 1 - window) // group.block_size if window else 0
+                table = request.tables[group.group][:behind]
+                kept = [b for b in table if b not in self._check.semantics.reserved]
+                if kept:
+                    self._check.fail(
+                        f"request {request.id} grew, and still holds blocks {kept}, which are "
+                        f"behind its window of {window} tokens",
+                        group=group.group,
+                        block=kept[0],
+                        request=request.id,
+                    )
+                    return
