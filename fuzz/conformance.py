@@ -40,11 +40,12 @@ _FAILING = 6
 
 _LAST = (
     *("groups", "slots", "swaps", "tiers", "exact_tiers", "exact_eviction"),
-    *("keeps_room", "exact_admission"),
+    *("shorter_hits", "keeps_room", "exact_admission"),
 )
 """Words that give up a lot: tried when no other will do."""
 _CONCERNS = {
     "exact_admission": ("admit", "resume", "grow", "decode", "reserve", "fork"),
+    "shorter_hits": ("admit", "resume"),
     "keeps_room": ("admit", "resume", "grow", "decode", "reserve"),
     "exact_eviction": ("evict",),
     "release_order": ("finish", "abort", "preempt", "retire"),

@@ -160,7 +160,10 @@ class Semantics(Struct, frozen=True):
     exact_admission: bool = True
     """An operation is refused for want of blocks exactly when they are not there, and a prefix hit
     is the longest findable prefix of full blocks below the last token.  Otherwise a hit may be
-    shorter, and, as ``keeps_room`` says, more be refused."""
+    shorter, unless ``shorter_hits`` says no, and more be refused, unless ``keeps_room`` does."""
+    shorter_hits: bool = True
+    """Where admission is not exact: a prefix hit may be shorter than the longest one that is
+    findable, in a group with a window as far back as the window goes."""
     keeps_room: bool = True
     """Where admission is not exact: an operation may be refused although its blocks are there, by
     a watermark, or for others.  Otherwise what is refused would take more than there are without a

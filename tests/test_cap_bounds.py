@@ -127,6 +127,25 @@ def test_a_hit_is_findable_in_whole_blocks_and_leaves_a_token(
     assert World().do(operation, done(1, cached)) == says
 
 
+LONGEST = [
+    (prompt(9), 8, 8),
+    (prompt(9), 4, 8),
+    (prompt(9), 0, 8),
+    (prompt(8), 0, 4),
+    (prompt(4), 0, 0),
+]
+
+
+@pytest.mark.parametrize(("operation", "cached", "longest"), LONGEST)
+def test_a_hit_is_the_longest_unless_it_may_be_shorter(
+    operation: Admit, cached: int, longest: int
+) -> None:
+    messages = World(shorter_hits=False).do(operation, done(1, cached))
+    says = f"admit: a hit of {cached} tokens is claimed, but {longest} are findable"
+    assert messages == [says] * (cached < longest)
+    assert World().do(operation, done(1, cached)) == []
+
+
 def test_nothing_is_hit_without_a_prefix_cache() -> None:
     world = World()
     world.books.groups[0].unpublish([1, 2])
@@ -250,6 +269,18 @@ def test_a_hit_needs_what_is_in_the_window_and_no_more() -> None:
         assert bool(world.do(prompt(9), done(1, 8))) is wrong
 
 
+def test_a_hit_is_as_long_as_the_window_lets_it_be() -> None:
+    for gone, cached, wrong in (
+        ((1,), 4, True),
+        ((1,), 8, False),
+        ((2,), 0, True),
+        ((2,), 4, False),
+    ):
+        world = World(**WINDOWED, shorter_hits=False)
+        world.books.groups[1].unpublish(gone)
+        assert bool(world.do(prompt(9), done(1, cached))) is wrong
+
+
 def test_a_group_with_a_window_may_need_fewer_blocks() -> None:
     world = World(**WINDOWED)
     world.books.groups[1].hold([4, 5, 6])
@@ -271,11 +302,13 @@ def test_in_a_shared_pool_what_comes_back_from_behind_a_window_may_be_taken_at_o
 
 
 class Inexact(EngineSubject):
-    """Admits exactly, and promises only that it keeps no room."""
+    """Admits exactly, and promises only that it hits all that it can and keeps no room."""
 
     def __init__(self, configuration: Configuration) -> None:
         super().__init__(configuration)
-        self.semantics = replace(self.semantics, exact_admission=False, keeps_room=False)
+        self.semantics = replace(
+            self.semantics, exact_admission=False, shorter_hits=False, keeps_room=False
+        )
 
 
 def first_failures(subject: Callable[[Configuration], Any], runs: int = 40) -> list[Violation]:

@@ -300,6 +300,12 @@ class KeepsAReserve(Template):
         return super().admit(request)
 
 
+class HitsNothing(Template):
+    def __init__(self, configuration: Configuration) -> None:
+        super().__init__(configuration)
+        self.cache.hits = lambda tokens: []  # type: ignore[method-assign]
+
+
 class IgnoresTheBudget(Template):
     def schedule(self, budget: int) -> Sequence[Part]:
         return super().schedule(0)
@@ -376,6 +382,11 @@ LYING = {
         declares(KeepsAReserve, exact_admission=False, keeps_room=False),
         "semantics",
         "keeps_room=False",
+    ),
+    "denies that it hits less": Lying(
+        declares(HitsNothing, exact_admission=False, shorter_hits=False),
+        "semantics",
+        "shorter_hits=False",
     ),
     "ignores the budget": Lying(IgnoresTheBudget, "semantics", "chunks=True"),
     "does not fence": Lying(DeclaresFences, "semantics", "fences_releases=True"),

@@ -77,18 +77,18 @@ class Bounds:
         """It wants slots for so many tokens, and may hit fewer than ``hit_below``."""
         if not self._may_run(operation, outcome):
             return
-        most = self._rows(tokens)
-        least = self._beside(tags, 0, most)
-        if outcome.status == "done" and outcome.cached_tokens:
-            why = self._no_hit(tags, outcome.cached_tokens, hit_below)
+        most, hit = self._rows(tokens), outcome.cached_tokens
+        if outcome.status == "done":
+            why = self._no_hit(tags, hit, hit_below) if hit else None
+            if why is None and not self._check.semantics.shorter_hits:
+                why = self._longer_hit(tags, hit)
             if why is not None:
                 self._check.fail(
-                    f"{kind_of(operation)}: a hit of {outcome.cached_tokens} tokens is claimed, "
-                    f"but {why}",
+                    f"{kind_of(operation)}: a hit of {hit} tokens is claimed, but {why}",
                     request=outcome.request,
                 )
                 return
-            least = self._beside(tags, outcome.cached_tokens, most)
+        least = self._beside(tags, hit, most)
         self._judge(operation, outcome, least, most)
 
     def _may_run(self, operation: Operation, outcome: Outcome) -> bool:
@@ -113,6 +113,15 @@ class Bounds:
             for row in range(first, cached // size):
                 if tags[(row + 1) * size - 1] not in group.key_of_tag:
                     return f"its row {row} is not findable"
+        return None
+
+    def _longer_hit(self, tags: Tags[int], hit: int) -> str | None:
+        """That more tokens can be hit, if they can."""
+        unit, below = self._books.hit_tokens, len(tags)
+        if self._books.configuration.prefix_caching:
+            for longer in range((below - 1) // unit * unit, hit, -unit):
+                if self._no_hit(tags, longer, below) is None:
+                    return f"{longer} are findable"
         return None
 
     def _beside(self, tags: Tags[int], cached: int, rows: Sequence[int]) -> list[int]:

@@ -165,6 +165,7 @@ class VllmHybridSubject(VllmGroupsSubject):
             self.semantics,
             windows=(0, configuration.block_size + 2),
             exact_admission=False,
+            shorter_hits=False,
             keeps_room=False,
         )
         super().__init__(configuration)

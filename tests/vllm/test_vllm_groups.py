@@ -248,6 +248,17 @@ def hits_without_looking_in_the_window(original: Original) -> Original:
     return find
 
 
+def finds_nothing_where_there_is_a_window(original: Original) -> Original:
+    def find(block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], **more: Any) -> Any:
+        return tuple([[] for _ in kv_cache_group_ids]), 0
+
+    return find
+
+
+def keeps_what_is_behind_the_window(original: Original) -> Original:
+    return lambda manager, name, first, end: None
+
+
 def lets_hits_end_where_the_smallest_block_does(original: Original) -> Any:
     return property(lambda coordinator: min(coordinator.group_block_sizes))
 
@@ -331,6 +342,8 @@ HYBRID_MUTANTS: tuple[tuple[Callable[[Original], Original], str, set[str]], ...]
     (gives_back_a_block_too_early, f"{WINDOWS}.get_num_skipped_tokens", {"PROV"}),
     (keeps_references_behind_the_window, f"{WINDOWS}._remove_blocks_in_range", {"CONS", "REF"}),
     (hits_without_looking_in_the_window, f"{WINDOWS}.find_longest_cache_hit", {"PROV"}),
+    (finds_nothing_where_there_is_a_window, f"{WINDOWS}.find_longest_cache_hit", {"CAP"}),
+    (keeps_what_is_behind_the_window, f"{WINDOWS}._remove_blocks_in_range", {"CAP"}),
 )
 
 
