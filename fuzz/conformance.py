@@ -20,6 +20,7 @@ from kvproof.fuzz.search import abilities
 from kvproof.fuzz.swarm import Draw, draw_run
 from kvproof.invariants.case import Case, dump_case
 from kvproof.invariants.checker import CheckerError
+from kvproof.invariants.errors import InputError
 from kvproof.invariants.events import Event
 from kvproof.invariants.operations import AnyOperation, Operation, kind_of
 from kvproof.invariants.outcomes import SKIPPED, Outcome
@@ -343,6 +344,8 @@ def _violation(
     try:
         harness = harness_for(subject, audit_interval=1)
         harness.run(operations)
-    except (CheckerError, LookupError) as error:
+    except (CheckerError, InputError, LookupError) as error:
+        if isinstance(error, InputError) and semantics is None:
+            raise
         return Violation("CHECKER", f"a check stumbles: {error!r}", op=len(operations) - 1)
     return primary(harness.violations) if harness.violations else None

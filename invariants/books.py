@@ -16,6 +16,7 @@ from itertools import takewhile
 from math import lcm
 from operator import attrgetter
 
+from kvproof.invariants.errors import InputError
 from kvproof.invariants.events import (
     BlockCopied,
     BlockMerged,
@@ -62,11 +63,17 @@ class Books:
     """All books of one run."""
 
     def __init__(self, configuration: Configuration, semantics: Semantics) -> None:
+        """Raises InputError if the groups' block sizes do not fit the configuration's."""
         self.configuration = configuration
         self.semantics = semantics
         self.block_size = configuration.block_size
         self.block_sizes = semantics.block_sizes or (self.block_size,)
         """Of the groups, or of all of them."""
+        if any(size % self.block_size for size in self.block_sizes):
+            raise InputError(
+                f"block_sizes={self.block_sizes}: multiples of the configuration's block_size, "
+                f"{self.block_size}, are needed"
+            )
         self.hit_tokens = lcm(*self.block_sizes)
         """A hit has a multiple of so many."""
         ids = configuration.blocks + len(semantics.reserved)

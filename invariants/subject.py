@@ -123,7 +123,8 @@ class Semantics(Struct, frozen=True):
     their rows."""
     block_sizes: tuple[int, ...] = ()
     """Tokens per block, by group; nothing: as the configuration says, in all.  Hits, and what
-    becomes findable, end where a block ends in every group.  Not with tiers."""
+    becomes findable, end where a block ends in every group.  Multiples of the configuration's
+    block size; not with tiers."""
     reserved: tuple[int, ...] = (0,)
     """Block ids that no request may own: null, trash or padding blocks."""
     publishes: Literal["after_compute", "at_allocation", "at_release", "lazily"] = "after_compute"

@@ -146,6 +146,11 @@ def test_a_hit_is_the_longest_unless_it_may_be_shorter(
     assert World().do(operation, done(1, cached)) == []
 
 
+def test_what_is_refused_hits_nothing() -> None:
+    refusal = Outcome("refused", NO_FREE_BLOCKS, None, 8)
+    assert World(shorter_hits=False).do(prompt(9, 2), refusal) == []
+
+
 def test_nothing_is_hit_without_a_prefix_cache() -> None:
     world = World()
     world.books.groups[0].unpublish([1, 2])

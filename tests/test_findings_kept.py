@@ -108,7 +108,7 @@ def test_so_does_a_campaign(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.syspath_prepend(folder)
     store = Store(folder / "campaign")
     store.begin(Campaign("7", (Target("mine", "mine:Mine"),), 1))
-    run_job(ShardJob(str(store.folder), 0, 0.5))
+    run_job(ShardJob(str(store.folder), 0, 60.0), lambda: bool(store.found()))
     sys.modules.pop("mine", None)
     found = summarise([store.folder]).findings
     (finding,) = [one for one in found if not one.record.operations]

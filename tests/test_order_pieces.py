@@ -14,7 +14,14 @@ from msgspec.structs import replace
 
 from kvproof.invariants.books import Books
 from kvproof.invariants.checks.order import Order
-from kvproof.invariants.events import BlocksAllocated, BlocksEvicted, BlocksReused, Event
+from kvproof.invariants.errors import InputError
+from kvproof.invariants.events import (
+    BlockCopied,
+    BlocksAllocated,
+    BlocksEvicted,
+    BlocksReused,
+    Event,
+)
 from kvproof.invariants.operations import Admit, Decode, Evict, Grow, Operation, Reset, Segment
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.subject import Configuration, Semantics
@@ -126,6 +133,37 @@ def test_room_is_made_for_what_is_lacking_and_a_margin() -> None:
     assert room(5, *two, eviction_margin=1) == []
     (message,) = room(4, *two, eviction_margin=1)
     assert "with a margin of 1" in message
+
+
+@pytest.mark.parametrize(("copied", "right"), [(True, True), (False, False)])
+def test_a_copy_takes_a_block_too(copied: bool, right: bool) -> None:
+    """Six are needed with it, and four are empty."""
+    two = [gone(block, cause="pressure") for block in (1, 2)]
+    copy = [BlockCopied(0, 0, 0, 6, 1, 2)] * copied
+    taken = BlocksAllocated(0, 0, 1, [7, 8, 9, 10, 2][:5])
+    assert (Run().do(Grow(0, 1), *two, *copy, taken) == []) is right
+
+
+def test_an_eviction_for_a_copy_alone_is_judged() -> None:
+    copy = BlockCopied(0, 0, 0, 6, 7, 2)
+    (message,) = Run().do(Grow(0, 1), gone(1, cause="pressure"), gone(2, cause="pressure"), copy)
+    assert "though 1 were needed and 4 were empty" in message
+
+
+def test_pieces_in_a_known_order_may_be_too_large() -> None:
+    run = Run(eviction_order="lru")
+    taken = BlocksAllocated(0, 0, 0, [7, 8, 9, 10, 1])
+    assert run.do(ADMIT, gone(1, 2, cause="pressure"), taken) == []
+    run = Run(eviction_order="lru", exact_eviction=True)
+    (message,) = run.do(ADMIT, gone(1, 2, cause="pressure"), taken)
+    assert message.startswith("2 blocks were evicted for the 5 that request 0 needs")
+
+
+def test_an_order_that_the_view_does_not_show_is_bad_input() -> None:
+    books = Books(Configuration(blocks=10), Semantics(eviction_order="shown"))
+    view: Any = SimpleNamespace()
+    with pytest.raises(InputError, match=r"the view needs a method last_uses\(group\)"):
+        Order(books, [], view, [].append)
 
 
 def test_the_margin_is_for_each_request_that_is_served() -> None:

@@ -19,6 +19,7 @@ from kvproof.invariants.checks.pin import Pin
 from kvproof.invariants.checks.prov import Prov
 from kvproof.invariants.checks.ref import Ref
 from kvproof.invariants.checks.valid import Valid
+from kvproof.invariants.errors import InputError
 from kvproof.invariants.events import (
     BlocksAllocated,
     BlocksEvicted,
@@ -31,7 +32,7 @@ from kvproof.invariants.events import (
     StepLaunched,
     StepRetired,
 )
-from kvproof.invariants.operations import Admit, Evict, Finish, Grow, Retire, Segment
+from kvproof.invariants.operations import Admit, Evict, Finish, Grow, Launch, Retire, Segment
 from kvproof.invariants.outcomes import NO_FREE_BLOCKS, Outcome
 from kvproof.invariants.shadow import Shadow
 from kvproof.invariants.subject import Configuration, Semantics
@@ -167,7 +168,11 @@ def test_a_hit_is_on_blocks_of_the_group() -> None:
 
 # -- blocks of unequal size ------------------------------------------------------------------------
 
-UNEQUAL: dict[str, Any] = {"block_sizes": (2, 4), "publishes": "at_allocation"}
+UNEQUAL: dict[str, Any] = {
+    "block_sizes": (2, 4),
+    "publishes": "at_allocation",
+    "duplicates": "indexed",
+}
 
 
 def unequal() -> World:
@@ -192,6 +197,22 @@ def unequal() -> World:
 def test_sizes_are_one_for_each_group_and_not_with_tiers(more: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"block_sizes=\(2, 4\): one for each"):
         Semantics(block_sizes=(2, 4), **more)
+
+
+def test_sizes_are_multiples_of_the_configurations() -> None:
+    with pytest.raises(InputError, match=r"block_sizes=\(2, 3\): multiples of .* 2, are needed"):
+        World(block_sizes=(2, 3))
+
+
+def test_a_step_computes_what_has_slots_in_every_group() -> None:
+    world = World(block_sizes=(4, 6))
+    world.admit(7)
+    world.books.requests[0].slots = 5
+    cap = world.check(Cap)
+    for count, wrong in ((7, True), (6, False)):
+        world.violations.clear()
+        cap.expecting(Launch)(Launch(), Outcome("done", count=count))
+        assert bool(world.violations) is wrong
 
 
 def test_each_group_has_rows_of_its_size() -> None:
@@ -224,6 +245,21 @@ def test_what_all_groups_have_is_to_be_findable_and_no_more() -> None:
     world.tell(BlocksEvicted(1, [5], [b"b1"], "reset"))
     world.check(Valid).conclude(Retire(), Outcome("done", count=1))
     assert world.seen() == ["PIN", "VALID"]
+
+
+def test_a_copy_that_stayed_private_may_outlive_what_it_is_a_copy_of() -> None:
+    world = World(**UNEQUAL | {"duplicates": "private"})
+    world.admit(4)
+    world.tell(BlocksAllocated(0, 0, 0, [1, 2]), BlocksAllocated(1, 0, 0, [5]))
+    world.run(0, ([1, 2], [5]))
+    world.check(Valid).conclude(Retire(), Outcome("done", count=1))
+    assert not world.violations
+
+
+def test_nothing_is_findable_beyond_the_last_common_end() -> None:
+    world = unequal()
+    world.tell(BlocksPublished(0, 0, 2, [3], [b"c0"]))
+    assert world.seen() == ["VALID"]
 
 
 def test_a_large_block_is_whole_when_all_of_its_tokens_are_written() -> None:

@@ -117,6 +117,16 @@ def test_giving_back_what_a_step_in_flight_reads_is_told(group: int, block: int,
     assert (violation.group, violation.block, violation.request) == (group, block, 0)
 
 
+def test_giving_back_what_others_hold_as_well_takes_it_from_no_step() -> None:
+    told = Told(Pin)
+    told.compute()
+    told.grow()
+    told.launch(tokens=1)
+    told.books.groups[1].hold([5])
+    told.tell(BlocksOutlived(1, 0, [5]))
+    assert told.violations == []
+
+
 def test_giving_back_what_is_behind_the_window_of_a_step_is_right() -> None:
     told = Told(Pin)
     told.compute()

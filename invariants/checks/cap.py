@@ -3,17 +3,19 @@
 Verifies: each refusal and each success of every operation
 against a prediction from the books; that a prefix hit is the longest findable one and never
 covers the last token; that a request holds ceil(tokens / block size) blocks, or as many as were
-reserved, no more; that a step computes as many tokens as its budget or items, and the pending
-tokens that have slots, allow; that copies between tiers are refused or started exactly when they
-should be, of just the blocks that are next, and what look-ups in the tiers answer.
+reserved, no more, and none behind a window once it has grown; that a step computes as many tokens
+as its budget or items, and the pending tokens that have slots, allow; that copies between tiers are
+refused or started exactly when they should be, of just the blocks that are next, and what look-ups
+in the tiers answer.
 
 Of a subject that declares inexact admission only bounds: that what it does had room, that none is
 refused as one too many while fewer run, that a hit is findable, in whole blocks, and leaves a
-token to compute, that a request gives back what is behind a window when it grows, and, unless the
-subject keeps room, that what was refused lacked it.
+token to compute; and, unless the subject declares shorter hits, that there is no longer one, and
+unless it keeps room, that what was refused lacked it.
 
 Does not verify: the order of admissions or any policy (none exists at this level); how much of
-what is findable is hit, and which room is kept, by a subject that declares inexact admission.
+what is findable is hit by a subject that declares shorter hits, and which room is kept by one that
+declares so.
 """
 
 from __future__ import annotations

@@ -77,8 +77,9 @@ class Bounds:
         """It wants slots for so many tokens, and may hit fewer than ``hit_below``."""
         if not self._may_run(operation, outcome):
             return
-        most, hit = self._rows(tokens), outcome.cached_tokens
+        most, hit = self._rows(tokens), 0
         if outcome.status == "done":
+            hit = outcome.cached_tokens
             why = self._no_hit(tags, hit, hit_below) if hit else None
             if why is None and not self._check.semantics.shorter_hits:
                 why = self._longer_hit(tags, hit)

@@ -16,7 +16,7 @@ class Steps:
     def __init__(self, check: Answers) -> None:
         self._check = check
         self._books = check.books
-        self._block_size = check.block_size
+        self._block_sizes = check.books.block_sizes
         self._chunks = check.semantics.chunks
         self._expected: Sequence[tuple[int, int]] = ()
         """Of a launch with items: each request and how many tokens of it."""
@@ -41,21 +41,27 @@ class Steps:
             self._check.judge(operation, outcome, None, len(self._books.steps[0].items))
 
     def _pending_of_all(self) -> int:
-        total, size = 0, self._block_size
+        total = 0
         for request in self._books.running:
             if request.loading:
                 continue
-            # Tokens beyond the request's blocks cannot be computed yet.
-            slots = (request.slots + size - 1) // size * size
-            length = len(request.tags)
-            pending = (length if length < slots else slots) - request.scheduled
+            pending = self._computable(request) - request.scheduled
             if pending > 0:
                 total += pending
         return total
 
+    def _computable(self, request: RequestModel) -> int:
+        """Its tokens that have slots in every group."""
+        tokens = len(request.tags)
+        for size in self._block_sizes:
+            slots = (request.slots + size - 1) // size * size
+            if slots < tokens:
+                tokens = slots
+        return tokens
+
     def _named(self, operation: Launch) -> int:
         """Tokens that the named requests, each by its first item, have to compute."""
-        running, size = self._books.running, self._block_size
+        running = self._books.running
         named: dict[int, int] = {}
         count = len(running)
         for index, tokens in operation.items if count else ():
@@ -65,9 +71,7 @@ class Steps:
             request = running[index]
             if request.loading:
                 continue
-            slots = (request.slots + size - 1) // size * size
-            length = len(request.tags)
-            pending = (length if length < slots else slots) - request.scheduled
+            pending = self._computable(request) - request.scheduled
             if pending > 0:
                 expected.append((request.id, tokens if tokens < pending else pending))
         self._expected = expected
@@ -91,14 +95,12 @@ class Steps:
             )
 
     def _oldest_first(self, step: int, last: RequestModel) -> None:
-        size = self._block_size
         for request in self._books.running:
             if request is last:
                 return
             if request.loading:
                 continue
-            slots = (request.slots + size - 1) // size * size
-            if request.scheduled < min(len(request.tags), slots):
+            if request.scheduled < self._computable(request):
                 self._check.fail(
                     f"step {step} leaves {len(request.tags) - request.scheduled} tokens "
                     f"of request {request.id} uncomputed, but serves request {last.id}, which "

@@ -81,8 +81,9 @@ class Order(Check):
         handlers: dict[type[Event], EventHandler] = {}
         if self.semantics.promises_order("device"):
             handlers[BlocksEvicted] = self._evicted
-            handlers[BlocksAllocated] = self._allocated
-            handlers[BlockCopied] = self._copied
+            if self.semantics.exact_eviction:
+                handlers[BlocksAllocated] = self._allocated
+                handlers[BlockCopied] = self._copied
         if self.books.tiers is not None:
             handlers[BlocksEvicted] = self._evicted
             handlers[SlotsEvicted] = self._slots_evicted

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
+from kvproof.invariants.errors import InputError
 from kvproof.invariants.events import (
+    BlockCopied,
     BlocksAllocated,
     BlocksEvicted,
     BlocksPublished,
@@ -43,6 +45,9 @@ class Pieces:
     """Pieces go in the order that the view shows, and none when enough has gone."""
 
     def __init__(self, check: Check) -> None:
+        """Raises InputError if the view does not show the order that is declared."""
+        if check.semantics.eviction_order == "shown" and not hasattr(check.view, "last_uses"):
+            raise InputError("eviction_order='shown': the view needs a method last_uses(group)")
         self._check = check
         self._view = cast(RecentView, check.view)
         self._groups = [_Group(group) for group in check.groups]
@@ -54,6 +59,7 @@ class Pieces:
         return {
             BlocksEvicted: self._evicted,
             BlocksAllocated: self._allocated,
+            BlockCopied: self._copied,
             BlocksReused: self._used,
             BlocksPublished: self._used,
         }
@@ -67,6 +73,9 @@ class Pieces:
 
     def _allocated(self, event: BlocksAllocated) -> None:
         self._groups[event.group].allocated += len(event.blocks)
+
+    def _copied(self, event: BlockCopied) -> None:
+        self._groups[event.group].allocated += 1
 
     def _used(self, event: BlocksReused | BlocksPublished) -> None:
         self._groups[event.group].used += event.blocks

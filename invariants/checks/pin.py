@@ -82,11 +82,12 @@ class Pin(Check):
         """A block behind the window of the next token may be within that of a step in flight."""
         self.checked += 1
         window, size = self.books.window(event.group), self.groups[event.group].block_size
+        refs = self.groups[event.group].refs
         for step in self.books.steps:
             for (item, _), tables in zip(step.items, step.tables, strict=True):
                 first = max(0, item.start - window + 1) // size if window else 0
                 used = tables[event.group][first : -(-item.end // size)]
-                block = next((b for b in event.blocks if b in used), None)
+                block = next((b for b in event.blocks if b in used and refs[b] < 2), None)
                 if block is not None:
                     self.fail(
                         f"request {event.request} gave back block {block}, which step "

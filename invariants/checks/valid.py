@@ -148,11 +148,13 @@ class Valid(Check):
         request = self.books.known.get(event.request)
         if request is None:
             return
-        group = self.books.groups[event.group]
+        group, unit = self.books.groups[event.group], self.books.hit_tokens
         end = (event.row + len(event.blocks)) * group.block_size
         table = request.tables[event.group][event.row : event.row + len(event.blocks)]
         if end > request.length:
             self._incomplete(event, f"has only {request.length} tokens, not {end}")
+        elif end > request.length // unit * unit:
+            self._incomplete(event, f"has {request.length} tokens, and groups end at each {unit}")
         elif list(event.blocks) != table:
             self._incomplete(event, f"holds blocks {table} there")
         elif event.row * group.block_size < request.outdated:
@@ -246,7 +248,8 @@ class Valid(Check):
         if retired is None or not self.books.configuration.prefix_caching:
             return
         publishes = self.semantics.publishes
-        if publishes == "lazily":
+        # What was published early may be a copy that stayed private, of what is evicted by now.
+        if publishes == "lazily" or (self._early and self.semantics.duplicates == "private"):
             return
         for item, request in retired.items:
             first, last = item.start // size, item.end // size
