@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("mutmut")
@@ -135,13 +136,33 @@ def test_the_page_counts_and_explains(foreign: ModuleType, monkeypatch: pytest.M
         result("survived", 458, known, cpu_seconds=6.0),
         result("survived", 6, cpu_seconds=20.0),
     ]
-    text = "\n".join(foreign.page(told, ["one"], 100, "c0ffee"))
+    text = "\n".join(foreign.page(told, foreign.Conditions(["c0ffee"], ["one"]), 100))
     assert "| all | 6 | 1 | 1 | 2 | 2 | 50 % (15 to 85 %) |" in text
     assert "--sample 6`, at commit c0ffee, on Python 3." in text
     assert "searched for 6 to 20 CPU seconds" in text
     assert "CONS 1, hang 1" in text
     assert f"`{known}`, line 7: `a` → `b`: not driven: " in text
     assert "`f`, line 7: `a` → `b`: **not explained**" in text
+
+
+def test_where_other_subjects_are_driven_they_may_reach_more(
+    foreign: ModuleType, tmp_path: Path
+) -> None:
+    outcomes = ("killed", "not reached", "survived")
+    told = [
+        foreign.Result(foreign.MODULES[0], n, "f", 7, "a", "b", o) for n, o in enumerate(outcomes)
+    ]
+    journal, reached = tmp_path / "results.jsonl", tmp_path / "reached.json"
+    journal.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in told))
+    reached.write_text("{}")
+    conditions = foreign.Conditions(["c0ffee"], ["one"])
+    (tmp_path / "conditions.json").write_bytes(msgspec.json.encode(conditions))
+
+    foreign.forget_unreached(tmp_path, ["one"])
+    assert len(foreign.results(journal)) == 3
+    foreign.forget_unreached(tmp_path, ["one", "two"])
+    assert list(foreign.results(journal).values()) == [told[0], told[2]]
+    assert not reached.exists()
 
 
 def test_each_explanation_begins_with_its_kind(foreign: ModuleType) -> None:

@@ -86,6 +86,13 @@ class Result(msgspec.Struct, frozen=True):
     """Of the search, until it found something or was over."""
 
 
+class Conditions(msgspec.Struct, frozen=True):
+    """What the results of a folder come from."""
+
+    commits: list[str]
+    subjects: list[str]
+
+
 def is_killed(result: Result) -> bool:
     return result.outcome in ("killed", "hang")
 
@@ -145,22 +152,54 @@ def main(arguments: Sequence[str] | None = None) -> None:
     subjects = [name for name in SUBJECT_NAMES if name.startswith(DRIVEN) and "prio" not in name]
     mutants = [mutant for module in MODULES for mutant in mutants_of(module)]
     random.Random(0).shuffle(mutants)
+    if not asked.only_page:
+        forget_unreached(work, subjects)
     left = [
         mutant
         for mutant in mutants[: asked.sample]
         if not _settled(results(journal).get(mutant.key), asked.seconds)
     ]
-    if left and not asked.only_page and not (work / "reached.json").exists():
-        (work / "reached.json").write_bytes(msgspec.json.encode(reached_lines(subjects)))
-    for mutant in () if asked.only_page else left:
-        reached = msgspec.json.decode((work / "reached.json").read_bytes(), type=Reached)
-        result = tried(mutant, reached, asked.seconds)
-        with journal.open("ab") as file:
-            file.write(msgspec.json.encode(result) + b"\n")
-    git = ("git", "-C", str(EXPLAINED.parent), "rev-parse", "--short", "HEAD")
-    commit = subprocess.check_output(git, text=True).strip()
-    told = page(list(results(journal).values()), subjects, len(mutants), commit)
+    if left and not asked.only_page:
+        reached = begin(work, subjects)
+        for mutant in left:
+            result = tried(mutant, reached, asked.seconds)
+            with journal.open("ab") as file:
+                file.write(msgspec.json.encode(result) + b"\n")
+    conditions = msgspec.json.decode((work / "conditions.json").read_bytes(), type=Conditions)
+    told = page(list(results(journal).values()), conditions, len(mutants))
     page_file.write_text("\n".join(told) + "\n", encoding="utf-8")
+
+
+def begin(work: Path, subjects: Sequence[str]) -> Reached:
+    """What those subjects reach; and the folder knows that this version has searched."""
+    file = work / "conditions.json"
+    before = msgspec.json.decode(file.read_bytes(), type=Conditions) if file.exists() else None
+    commits = dict.fromkeys([*(before.commits if before else ()), commit()])
+    file.write_bytes(msgspec.json.encode(Conditions(list(commits), list(subjects))))
+    reached = work / "reached.json"
+    if not reached.exists():
+        reached.write_bytes(msgspec.json.encode(reached_lines(subjects)))
+    return msgspec.json.decode(reached.read_bytes(), type=Reached)
+
+
+def commit() -> str:
+    """Of what searches."""
+    git = ("git", "-C", str(EXPLAINED.parent))
+    head = subprocess.check_output((*git, "rev-parse", "--short", "HEAD"), text=True).strip()
+    changed = subprocess.check_output((*git, "status", "--porcelain"), text=True).strip()
+    return f"{head} with changes" if changed else head
+
+
+def forget_unreached(work: Path, subjects: Sequence[str]) -> None:
+    """Where other subjects were driven before: these may reach what those did not."""
+    file, journal = work / "conditions.json", work / "results.jsonl"
+    if not file.exists():
+        return
+    if msgspec.json.decode(file.read_bytes(), type=Conditions).subjects == list(subjects):
+        return
+    (work / "reached.json").unlink(missing_ok=True)
+    kept = [one for one in results(journal).values() if one.outcome != "not reached"]
+    journal.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in kept))
 
 
 def results(journal: Path) -> dict[tuple[str, int], Result]:
@@ -373,9 +412,7 @@ def _lines(code: CodeType) -> Iterator[int]:
 # -- the page --------------------------------------------------------------------------------------
 
 
-def page(
-    all_results: Sequence[Result], subjects: Sequence[str], mutants: int, commit: str
-) -> Iterator[str]:
+def page(all_results: Sequence[Result], conditions: Conditions, mutants: int) -> Iterator[str]:
     """The results in Markdown."""
     version = import_module("vllm").__version__
     lengths = sorted({round(r.cpu_seconds) for r in all_results if r.outcome == "survived"})
@@ -383,14 +420,15 @@ def page(
     yield f"# Mutants of vLLM {version}"
     yield ""
     yield "Written by `python benchmarks/mutation/foreign.py --work FOLDER --page FILE.md"
-    yield f"--sample {len(all_results)}`, at commit {commit}, on Python {PYTHON}."
+    commits = ", ".join(conditions.commits)
+    yield f"--sample {len(all_results)}`, at commit {commits}, on Python {PYTHON}."
     yield ""
     yield (
         f"mutmut makes {mutants:,} mutants of these modules, each by a change of one expression; "
         f"{len(all_results):,} of them, drawn at random from a fixed seed, were tried.  One is "
         f"killed if kvproof finds a violation; those that survive were searched for "
-        f"{searched} CPU seconds, shared among those of {', '.join(subjects)} that reach the "
-        f"changed statement; vLLM's own tests were not asked.  *Not reached*: in "
+        f"{searched} CPU seconds, shared among those of {', '.join(conditions.subjects)} that "
+        f"reach the changed statement; vLLM's own tests were not asked.  *Not reached*: in "
         f"{REACHING_SECONDS:.0f} s without a change no subject executed that statement, such as "
         "code for state-space models.  *Wording*: only what a message says is changed; not "
         "searched, and not counted among those reached.  The interval is Wilson's, of 95 %."

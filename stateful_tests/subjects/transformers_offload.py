@@ -21,8 +21,8 @@ when the call returns.  What is copied where, and when it is asked for, is the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, count, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec.structs import replace
@@ -240,11 +240,16 @@ class OffloadingCache(OverheardCache):
         self._free_on_host = []
         offloaded = original(states, tables)
         victims, self._victims = self._victims, []
-        for victim, free in zip(victims, self._free_on_host, strict=True):
+        for victim, free in zip(victims, self._frees(), strict=False):
             self._view.then, self._view.then_on_host = victim.then, free
             self._tell_victim(victim, victim.live.name in offloaded)
         self._view.then = self._view.then_on_host = None
         return offloaded
+
+    def _frees(self) -> Iterator[int | None]:
+        """What was free on the host after each step of the manager; None, for as it is now, where
+        it skipped one."""
+        return chain(self._free_on_host, repeat(None))
 
     def _tell_victim(self, victim: Victim, offloaded: bool) -> None:
         live, blocks = victim.live, victim.blocks
@@ -293,7 +298,7 @@ class OffloadingCache(OverheardCache):
         self._free_on_host = []
         original(batch)
         restored = [state for state in offloaded if not state.is_cpu_offloaded]
-        for state, free in zip(restored, self._free_on_host, strict=True):
+        for state, free in zip(restored, self._frees(), strict=False):
             self._view.then_on_host = free
             self._tell_restored(self.by_name[state.request_id])
         self._view.then_on_host = None

@@ -151,7 +151,7 @@ def test_a_search_finds_the_first_and_shrinks_it() -> None:
     caught = search("transformers", "t1", seconds=300, totals=Totals())
     assert caught is not None
     assert T1 in caught.violation.message
-    shrunk = shrink(caught.case, seconds_max=20)
+    shrunk = shrink(caught.case, replays_max=250, seconds_max=600)
     assert shrunk is not None
     assert len(shrunk.case.operations) <= 5
     assert shrunk.violation.property == "CRASH"
@@ -644,7 +644,8 @@ def caught_and_shrunk(
         known = change is as_drawn and failure is not None and T1 in failure[1].message
         if failure is None or failure[1].property not in wanted or known:
             continue
-        shrunk = shrink(found("transformers", draw, failure, None).case, seconds_max=5)
+        case = found("transformers", draw, failure, None).case
+        shrunk = shrink(case, replays_max=250, seconds_max=600)
         assert shrunk is not None
         return shrunk.case, shrunk.violation
     raise AssertionError("not found")

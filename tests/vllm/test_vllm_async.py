@@ -331,7 +331,7 @@ def test_a_mutant_of_vllm_is_found_and_shrunk(
     monkeypatch.setattr(target, mutate(resolve_name(target)))
     failure = first_failure(ASYNC, 200, properties)
     assert failure is not None, "not found"
-    shrunk = shrink(failure[0], seconds_max=20)
+    shrunk = shrink(failure[0], replays_max=500, seconds_max=600)
     assert shrunk is not None
     assert shrunk.violation.property in properties
     assert len(shrunk.case.operations) <= 12

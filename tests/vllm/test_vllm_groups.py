@@ -399,7 +399,7 @@ def test_a_mutant_of_vllm_is_found_and_shrunk(
     monkeypatch.setattr(target, mutate(resolve_name(target)))
     failure = first_failure(name, 200, properties)
     assert failure is not None, "not found"
-    shrunk = shrink(failure[0], seconds_max=60)
+    shrunk = shrink(failure[0], replays_max=500, seconds_max=600)
     assert shrunk is not None
     assert shrunk.violation.property in properties
     assert len(shrunk.case.operations) <= 12

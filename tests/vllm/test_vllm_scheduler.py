@@ -394,7 +394,7 @@ def first_failure(
 def caught_and_shrunk(name: str, runs: int, wanted: set[str]) -> tuple[Case, Violation]:
     failure = first_failure(name, runs, wanted)
     assert failure is not None, "not found"
-    shrunk = shrink(failure[0], seconds_max=20)
+    shrunk = shrink(failure[0], replays_max=500, seconds_max=600)
     assert shrunk is not None
     return shrunk.case, shrunk.violation
 
