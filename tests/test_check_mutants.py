@@ -31,6 +31,7 @@ from kvproof.invariants.events import (
     TransferStarted,
 )
 from kvproof.invariants.operations import (
+    Abort,
     Admit,
     AnyOperation,
     Complete,
@@ -522,8 +523,11 @@ def overwritten(*blocks: int) -> list[Event]:
     return [BlockCopied(0, 9, 0, 6, block, 4) for block in blocks]
 
 
-def test_what_a_step_reads_for_a_request_that_is_gone_is_read_from_its_first_token_on() -> None:
-    run = [prompt(4), *STEP, Grow(0, 1), Launch(), Preempt(0), Retire()]
+@pytest.mark.parametrize("end", [Preempt(0), Abort(0), Finish(0)])
+def test_what_a_step_reads_for_a_request_that_is_gone_is_read_from_its_first_token_on(
+    end: AnyOperation,
+) -> None:
+    run = [prompt(4), *STEP, Grow(0, 1), Launch(), end, Retire()]
     assert told(run, "PROV")[0] == []
     violations, _ = told(run, "PROV", lambda events: [*overwritten(1), *events])
     assert "request 0 reads position 0 from block 1" in violations[0].message

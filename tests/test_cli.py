@@ -28,6 +28,7 @@ from kvproof.invariants.operations import KINDS, TIER_KINDS, Admit, Reset, Segme
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Violation
 from kvproof.stateful_tests.export import case_name, log_text, pytest_source, write_finding
+from kvproof.stateful_tests.subjects import SUBJECT_NAMES, subject_families
 
 COMMANDS = ("check", "trace", "replay", "shrink", "invariants", "faults", "bench")
 
@@ -274,6 +275,23 @@ def test_help_flows_where_the_terminal_is_narrow(command: str) -> None:
     ]
     early = [line for line, after in inside if len(line) + 1 + len(after.split()[0]) <= width - 2]
     assert early == []
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "fuzz", "report", "conformance"])
+def test_help_cuts_no_word_in_a_terminal_of_80_columns(command: str) -> None:
+    environment = {"COLUMNS": "80", "TERMINAL_WIDTH": "80"}
+    result = CliRunner(env=environment).invoke(app, [command, "--help"])
+    assert "…" not in result.output
+
+
+def test_names_of_subjects_are_told_in_short_and_all_of_them() -> None:
+    told = [
+        name
+        for family in subject_families()
+        for first, _, more in [family.rstrip(")").partition(" (also ")]
+        for name in (first, *(first + end for end in more.split(", ") if end))
+    ]
+    assert sorted(told) == sorted(SUBJECT_NAMES)
 
 
 _TALKS = """

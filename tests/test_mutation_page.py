@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -72,7 +73,7 @@ def work(run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     }
     (tmp_path / "survivors.json").write_text(json.dumps(shown))
     (tmp_path / "commits").write_text("abc1234\ndef5678 with changes")
-    explained = {"function": "d", "before": "(blocks + 1)", "why": "equivalent: longer"}
+    explained = {"function": "d", "after": ["(blocks + 2)"], "why": "equivalent: longer"}
     monkeypatch.setattr(run, "explanations", lambda: {"engine/pool.py": [explained]})
     return tmp_path
 
@@ -128,14 +129,72 @@ def test_it_is_later() -> None:
     assert (survivor.function, survivor.after) == ("after", "return number + 2")
 
 
+def code_of(path: str) -> dict[str, str]:
+    """By function, each as one line; by no name, the whole file."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    found = {"": text}
+    for node in ast.parse(text).body:
+        for one in node.body if isinstance(node, ast.ClassDef) else [node]:
+            if isinstance(one, ast.FunctionDef):
+                name = one.name if one is node else f"{getattr(node, 'name', '')}.{one.name}"
+                found[name] = ast.get_source_segment(text, one) or ""
+    return {name: " ".join(map(str.strip, code.splitlines())) for name, code in found.items()}
+
+
 def test_what_is_explained_is_of_files_that_are_mutated(run: ModuleType) -> None:
     for path, entries in run.explanations().items():
         assert path in run.PATHS
-        assert (ROOT / path).exists()
         for entry in entries:
             assert entry["why"]
             assert {*entry} <= {"function", "before", "after", "why"}
-            assert entry.keys() & {"before", "after"}
+
+
+def test_what_is_explained_is_told_from_what_is_not_mutated(run: ModuleType) -> None:
+    for path, entries in run.explanations().items():
+        functions = code_of(path)
+        for entry in entries:
+            code = functions[entry.get("function", "")]
+            assert entry.get("before", "") in code, entry
+            assert entry["after"]
+            assert not [text for text in entry["after"] if text in code], entry
+
+
+WRONG = [
+    (
+        "engine/tiers/storage.py",
+        "Storage.computed",
+        "for block, key in zip(table[first:full], keys[first + 1 : full + 1], strict=False):",
+        "for block, key in zip(table[first:full], keys[first + 2 : full + 1], strict=False):",
+    ),
+    (
+        "engine/tiers/transfers.py",
+        "Transfers.release",
+        "for pool, slots in zip(self.host, request.host_tables, strict=False):",
+        "for pool, slots in zip(request.host_tables, strict=False):",
+    ),
+    (
+        "invariants/checks/pin.py",
+        "Pin._outlived",
+        "for (item, _), tables in zip(step.items, step.tables, strict=True):",
+        "for (item, _), tables in zip(step.items, None, strict=True):",
+    ),
+    (
+        "invariants/checks/cons.py",
+        "Cons.audit",
+        "held = len(group.refs) - len(reserved) - len(free)",
+        "held = len(group.refs) - len(reserved) - len(None)",
+    ),
+]
+"""Of functions with an explained mutant: other changes of the same line."""
+
+
+@pytest.mark.parametrize(("path", "function", "before", "after"), WRONG)
+def test_another_change_of_an_explained_line_is_not_explained(
+    run: ModuleType, path: str, function: str, before: str, after: str
+) -> None:
+    assert before in code_of(path)[function]
+    name = f"kvproof.xǁ{function.replace('.', 'ǁ')}__mutmut_1"
+    assert run._why(run.Survivor(name, before, after), run.explanations()[path]) is None
 
 
 def test_all_that_is_mutated_is_there(run: ModuleType) -> None:

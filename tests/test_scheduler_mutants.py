@@ -256,6 +256,25 @@ def test_what_waits_is_looked_up_once_in_each_generation(monkeypatch: pytest.Mon
     assert looked_up == [0, 1, 0, 0]
 
 
+def test_who_was_admitted_is_looked_up_anew() -> None:
+    """It finds the block of its prompt only when there is a token behind it.  What it gives back is
+    still read by a step, so no generation of the pool has passed by then."""
+    again = run((1, 1))
+    world = World(run((0, 4)), run((1, 4)), again, Plan(preempt=(1,)), again, run_ahead=2)
+    world.arrive(4, source=50)
+    world.step()
+    world.arrive(4, source=50)
+    world.scheduler.schedule()
+    world.scheduler.schedule()
+    world.scheduler.retire()
+    (pool,) = world.scheduler.engine.pools
+    generation = pool.generation
+    world.scheduler.schedule()
+    assert pool.generation == generation
+    assert world.scheduler.hit_of(world.scheduler.jobs[1]).cached_tokens == 4
+    assert world.scheduler.schedule() == Outcome("done", count=1)
+
+
 def test_a_hit_that_is_not_remembered_is_none_to_forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_module, "_REMEMBERED_HITS", 1)
     world = World(run((0, 4), (1, 4)))

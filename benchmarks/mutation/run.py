@@ -250,7 +250,7 @@ def function_of(mutant: str) -> str:
     return name.removeprefix("xǁ").replace("ǁ", ".") if "ǁ" in name else name.removeprefix("x_")
 
 
-def explanations() -> dict[str, list[dict[str, str]]]:
+def explanations() -> dict[str, list[dict[str, Any]]]:
     """By file."""
     return tomllib.loads((HERE / "explained.toml").read_text(encoding="utf-8"))
 
@@ -306,7 +306,7 @@ def _row(path: str, counts: Counter[str], survived: Sequence[Survivor]) -> str:
 
 
 def _of_file(
-    path: str, survived: Sequence[Survivor], explained: Sequence[dict[str, str]]
+    path: str, survived: Sequence[Survivor], explained: Sequence[dict[str, Any]]
 ) -> Iterator[str]:
     telling = [one for one in survived if not one.is_wording]
     if not telling:
@@ -319,16 +319,17 @@ def _of_file(
     yield ""
 
 
-def _why(survivor: Survivor, explained: Sequence[dict[str, str]]) -> str | None:
-    return next((entry["why"] for entry in explained if _explains(entry, survivor)), None)
+def _why(survivor: Survivor, explained: Sequence[dict[str, Any]]) -> str | None:
+    return next((str(entry["why"]) for entry in explained if _explains(entry, survivor)), None)
 
 
-def _explains(entry: dict[str, str], survivor: Survivor) -> bool:
-    """An entry names a function, and what the changed line has in it before and after."""
+def _explains(entry: dict[str, Any], survivor: Survivor) -> bool:
+    """An entry names a function, what the changed line has in it before, and what it may have in
+    it after."""
     return (
         entry.get("function", survivor.function) == survivor.function
         and entry.get("before", "") in survivor.before
-        and entry.get("after", "") in survivor.after
+        and any(text in survivor.after for text in entry["after"])
     )
 
 

@@ -34,7 +34,7 @@ from kvproof.invariants.goals import Goal
 from kvproof.invariants.scheduling.vocabulary import Promises
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import counted, tallied
-from kvproof.stateful_tests.subjects import SUBJECT_NAMES, VLLM_SCHEDULERS, subject_factory
+from kvproof.stateful_tests.subjects import VLLM_SCHEDULERS, subject_factory, subject_families
 from kvproof.stateful_tests.subjects.policies import (
     EVICTION_POLICIES,
     is_eviction_policy,
@@ -50,7 +50,7 @@ def check(
     subject: Annotated[
         str,
         typer.Option(
-            help=f"What to drive: {', '.join(SUBJECT_NAMES)}, or MODULE:CLASS of your own."
+            help=f"What to drive: {', '.join(subject_families())}, or MODULE:CLASS of your own."
         ),
     ] = "engine",
     policy: Annotated[

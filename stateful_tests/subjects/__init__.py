@@ -95,6 +95,18 @@ _SUBJECTS: dict[str, Callable[[], SubjectFactory]] = {
 SUBJECT_NAMES = (*_SUBJECTS, "scheduler:POLICY", "eviction:POLICY")
 
 
+def subject_families() -> list[str]:
+    """The names in short, each with what may stand behind it; no word of it is long."""
+    more: dict[str, list[str]] = {}
+    for name in SUBJECT_NAMES:
+        family = next((known for known in more if name.startswith(f"{known}:")), None)
+        if family is None:
+            more[name] = []
+        else:
+            more[family].append(name.removeprefix(family))
+    return [f"{name} (also {', '.join(ends)})" if ends else name for name, ends in more.items()]
+
+
 def _scheduler(policy: str, imports: bool) -> SubjectFactory:
     from kvproof.stateful_tests.subjects.policies import policy_factory
     from kvproof.stateful_tests.subjects.scheduler import SchedulerSubject
