@@ -277,11 +277,11 @@ def test_help_flows_where_the_terminal_is_narrow(command: str) -> None:
     assert early == []
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "fuzz", "report", "conformance"])
+@pytest.mark.parametrize("command", ["check", "fuzz", "replay", "conformance"])
 def test_help_cuts_no_word_in_a_terminal_of_80_columns(command: str) -> None:
     environment = {"COLUMNS": "80", "TERMINAL_WIDTH": "80"}
     result = CliRunner(env=environment).invoke(app, [command, "--help"])
-    assert "…" not in result.output
+    assert not re.findall(r"\S+…", result.output)
 
 
 def test_names_of_subjects_are_told_in_short_and_all_of_them() -> None:

@@ -54,6 +54,8 @@ UNIT_TESTS = (
     "test_stream_order.py",
     "test_pool_groups.py",
     "test_merged_blocks.py",
+    "test_order_pieces.py",
+    "test_early_publication.py",
 )
 """Of ``tests/``: those of what is mutated."""
 LEFT_OUT = (
