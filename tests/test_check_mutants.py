@@ -429,6 +429,22 @@ def test_the_first_block_that_is_evicted_out_of_order_is_named() -> None:
     assert told([*run[:-1], Evict(9)], "ORDER", more)[0] == []
 
 
+@pytest.mark.parametrize(
+    ("run", "lie", "said"),
+    [
+        ([*CACHED, Evict(1)], change(BlocksEvicted, blocks=[1]), "block 1 was evicted on request"),
+        (CACHED, change(BlocksReleased, blocks=[1, 2]), "request 0 gave back its blocks as [1, 2]"),
+    ],
+)
+def test_what_goes_in_pieces_goes_in_the_order_that_was_promised(
+    run: Sequence[AnyOperation], lie: Lie, said: str
+) -> None:
+    pieces = {"exact_eviction": False}
+    assert told(run, "ORDER", semantics=pieces)[0] == []
+    violations, _ = told(run, "ORDER", lie, interval=0, semantics=pieces)
+    assert [violation.message.startswith(said) for violation in violations] == [True]
+
+
 USED_AGAIN = (*CACHED, prompt(9), *STEP, Finish(0))
 
 

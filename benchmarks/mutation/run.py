@@ -122,7 +122,7 @@ class Survivor(NamedTuple):
         said = zip(_TEXT.findall(self.before), _TEXT.findall(self.after), strict=False)
         changed = [before for before, after in said if before != after]
         same_code = _TEXT.sub('""', self.before) == _TEXT.sub('""', self.after)
-        return same_code and all(" " in text for text in changed)
+        return same_code and bool(changed) and all(" " in text for text in changed)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -30,6 +30,8 @@ How it differs, and what is made of it:
 * A salt is a ``cache_salt``, an adapter a ``lora_id``.  A media item is values of its own in the
   tokens, as SGLang writes them there before the tree sees them.  Fork is not a capability: parallel
   samples are separate requests.
+* ``computed`` in the view is the adapter's, since SGLang's scheduler keeps it, so comparing it says
+  something of SGLang only at admissions.
 * The tree has no keys of pages: a page's key here is a digest of what stands on its path.
 """
 

@@ -24,6 +24,8 @@ How operations map:
 * A salt is a ``cache_salt``, an adapter a ``LoRARequest``, media are ``mm_features``, placed as
   :func:`clip_media` says.  Fork is not a capability: parallel samples are separate requests
   in vLLM.
+* ``computed`` in the view is the adapter's: the manager is told of it and keeps none, so comparing
+  it says something of vLLM only at admissions.
 
 vLLM is imported when the first subject is built, not with this module.
 """
