@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,12 @@ _MINE = ("--subject", "mine:Mine", "--seed", "7")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """With a module that no other test of this process is to meet, nor its to meet others'."""
     (tmp_path / "mine.py").write_text(RESERVED)
-    return tmp_path
+    sys.modules.pop("mine", None)
+    yield tmp_path
+    sys.modules.pop("mine", None)
 
 
 def run(folder: Path, *arguments: str, code: str = _MAIN) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -926,7 +926,7 @@ class Mine(EngineSubject):
 @pytest.fixture
 def mine(
     canary: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Store, Target, Path]:
+) -> Iterator[tuple[Store, Target, Path]]:
     """The canary's finding, as one of the user's subject, and the file that says what it does."""
     (tmp_path / "mine.py").write_text(_GOES_WRONG_NOW)
     word = tmp_path / "word"
@@ -943,7 +943,8 @@ def mine(
     write_whole(folder / "finding.json", as_text(replace(there, subject=target.subject)))
     case = disguised(folder / "case.json", target.subject)
     case.write_text(case.read_text().replace(f'"fault": "{FAULT}",', ""))
-    return store, target, word
+    yield store, target, word
+    sys.modules.pop("mine", None)
 
 
 @pytest.mark.parametrize(
