@@ -109,7 +109,8 @@ def test_it_is_later() -> None:
     assert after(5) > 5
 """
     files = {"kvproof/engine/one.py": code, "kill/test_one.py": test}
-    files["kvproof/invariants/none.py"] = ""
+    # Where kvproof is installed, a folder without this file would give way to the installed one.
+    files["kvproof/engine/__init__.py"] = files["kvproof/invariants/__init__.py"] = ""
     settings = {"files": '["kvproof/engine/one.py"]', "options": '["--import-mode=importlib"]'}
     files["pyproject.toml"] = run.SETTINGS.format(**settings)
     for name, text in files.items():
