@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from kvproof.engine.offloading import NO_COPIES as OF_NO_OFFLOAD
 from kvproof.invariants.events import Event
 from kvproof.invariants.operations import Arrive, Operation, Retire, Run, Schedule
 from kvproof.invariants.outcomes import LARGER_THAN_MODEL, LARGER_THAN_POOL, Outcome
@@ -24,23 +25,7 @@ output is; others go on alike, and share."""
 STOP = 1 << 30
 """The token at which requests stop early: no prompt has it, and nothing else samples it."""
 
-NO_COPIES = dict.fromkeys(
-    (
-        "host_offload_bytes",
-        "host_promotions",
-        "stalls",
-        "stall_time_ns",
-        "promotions",
-        "promotion_time_ns",
-        "fetches",
-        "fetch_time_ns",
-        "store_busy_ns",
-        "promote_busy_ns",
-        "demote_busy_ns",
-        "fetch_busy_ns",
-    ),
-    0,
-)
+NO_COPIES = OF_NO_OFFLOAD | {"host_offload_bytes": 0, "host_promotions": 0}
 """Figures of copies, where there are none."""
 NO_TIME = dict.fromkeys(("queue_time_ns", "prefill_time_ns", "decode_time_ns"), 0)
 """Figures of a request, where the clock stands still."""

@@ -5,22 +5,18 @@ Needs transformers 5.24 in an environment of its own: `bash .ci/vllm-env FOLDER`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
+from foreign import as_drawn, first_failure, found_and_shrunk, one_output_each
 
-from kvproof.fuzz.search import abilities, found, run_once
-from kvproof.fuzz.shrink import shrink
-from kvproof.fuzz.swarm import Draw, draw_run
-from kvproof.invariants.case import Case
+from kvproof.fuzz.swarm import Draw
 from kvproof.invariants.events import BlockCopied, Event
-from kvproof.invariants.operations import Abort, AnyOperation, Arrive, Run, Schedule, Segment
+from kvproof.invariants.operations import AnyOperation, Arrive, Run, Schedule, Segment
 from kvproof.invariants.scheduling.vocabulary import Limits, Scheduled
 from kvproof.invariants.subject import Configuration
-from kvproof.invariants.verdict import Violation
 from kvproof.stateful_tests.harnesses import harness_for
 from kvproof.stateful_tests.scheduling_harness import SchedulingHarness
 from kvproof.stateful_tests.subjects import is_kvproofs_own, subject_factory
@@ -28,7 +24,6 @@ from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
 from kvproof.stateful_tests.subjects.transformers_loading import fitted
 from kvproof.stateful_tests.subjects.transformers_model import WINDOW
 from kvproof.stateful_tests.subjects.transformers_scheduler import TransformersSubject
-from kvproof.stateful_tests.totals import Totals
 
 try:
     TransformersSubject(Configuration())
@@ -38,6 +33,7 @@ except SubjectUnavailable as error:
 pytestmark = pytest.mark.transformers
 
 NAME = "transformers:hybrid"
+SEED = "hybrid"
 KNOWN = ("cannot reshape tensor of 0 elements", "nothing was run in 8 iterations")
 """How the known defects show that do not need a prefix cache."""
 BATCHING = "transformers.generation.continuous_batching"
@@ -122,37 +118,12 @@ def test_the_subject_is_known_by_the_name_that_it_gives() -> None:
 # -- the checks, on the unmodified release and on mutants of it ----------------------------------
 
 
-def plain(draw: Draw) -> Draw:
-    """The run without what the known defects need: several outputs, and cancellations."""
-    operations = [
-        replace(o, samples=1) if isinstance(o, Arrive) else o
-        for o in draw.operations
-        if not isinstance(o, Abort)
-    ]
-    return replace(draw, operations=operations)
-
-
-def as_drawn(draw: Draw) -> Draw:
-    return draw
-
-
-def failures(runs: int, change: Callable[[Draw], Draw]) -> Sequence[str]:
-    factory, totals, messages = subject_factory(NAME), Totals(), []
-    able = abilities(factory)
-    for number in range(runs):
-        failure = run_once(factory, change(draw_run(f"hybrid/{number}", able)), totals)
-        assert not totals.problems
-        if failure is not None:
-            messages.append(failure[1].message)
-    return messages
-
-
 def test_without_samples_and_cancellations_the_release_has_no_findings() -> None:
-    assert not failures(24, plain)
+    assert first_failure(NAME, SEED, 24, drawn=one_output_each) is None
 
 
 def test_with_them_it_has_only_the_known_ones() -> None:
-    assert all(any(known in m for known in KNOWN) for m in failures(24, as_drawn))
+    assert first_failure(NAME, SEED, 24, known=KNOWN) is None
 
 
 Original = Callable[..., Any]
@@ -234,32 +205,25 @@ ALLOCATOR = f"{BATCHING}.cache_allocators.cache_allocator.CacheAllocator"
 FULL = f"{BATCHING}.cache_allocators.full_attention.FullAttentionCacheAllocator"
 Mutant = tuple[Callable[[Original], Original], str, set[str], Callable[[Draw], Draw]]
 MUTANTS: tuple[Mutant, ...] = (
-    (reads_what_has_left_the_window, f"{RING}.get_read_indices", {"CRASH"}, plain),
-    (starts_long_chunks_where_short_ones_do, f"{RING}.get_write_indices", {"CRASH"}, plain),
-    (turns_one_token_early, f"{RING}._token_indices_to_physical_indices", {"CRASH"}, plain),
-    (gives_the_ring_too_few_blocks, f"{RING}._compute_blocks_needed", {"CRASH"}, plain),
-    (looks_at_everything, f"{IO}.build_attention_mask", {"CRASH"}, plain),
-    (loses_a_block_of_the_ring, f"{ALLOCATOR}.free_blocks", {"CONS"}, plain),
-    (hands_out_the_ring_to_others, f"{FULL}.allocate_cache_to_request", {"CONS"}, plain),
+    (reads_what_has_left_the_window, f"{RING}.get_read_indices", {"CRASH"}, one_output_each),
+    (
+        starts_long_chunks_where_short_ones_do,
+        f"{RING}.get_write_indices",
+        {"CRASH"},
+        one_output_each,
+    ),
+    (
+        turns_one_token_early,
+        f"{RING}._token_indices_to_physical_indices",
+        {"CRASH"},
+        one_output_each,
+    ),
+    (gives_the_ring_too_few_blocks, f"{RING}._compute_blocks_needed", {"CRASH"}, one_output_each),
+    (looks_at_everything, f"{IO}.build_attention_mask", {"CRASH"}, one_output_each),
+    (loses_a_block_of_the_ring, f"{ALLOCATOR}.free_blocks", {"CONS"}, one_output_each),
+    (hands_out_the_ring_to_others, f"{FULL}.allocate_cache_to_request", {"CONS"}, one_output_each),
     (forks_no_ring, f"{ALLOCATOR}.copy_blocks", {"CRASH"}, as_drawn),
 )
-
-
-def caught_and_shrunk(
-    runs: int, wanted: set[str], change: Callable[[Draw], Draw]
-) -> tuple[Case, Violation]:
-    factory = subject_factory(NAME)
-    able = abilities(factory)
-    for number in range(runs):
-        draw = change(draw_run(f"hybrid/{number}", able))
-        failure = run_once(factory, draw, Totals())
-        if failure is None or failure[1].property not in wanted:
-            continue
-        if not any(known in failure[1].message for known in KNOWN):
-            shrunk = shrink(found(NAME, draw, failure, None).case, replays_max=250, seconds_max=600)
-            assert shrunk is not None
-            return shrunk.case, shrunk.violation
-    raise AssertionError("not found")
 
 
 @pytest.mark.parametrize(
@@ -275,6 +239,5 @@ def test_a_mutant_of_the_ring_is_found_and_shrunk(
     change: Callable[[Draw], Draw],
 ) -> None:
     monkeypatch.setattr(target, mutate(resolve_name(target)))
-    case, violation = caught_and_shrunk(200, properties, change)
-    assert violation.property in properties
-    assert len(case.operations) <= 6
+    bounds: Any = {"operations": 6, "replays": 250}
+    found_and_shrunk(NAME, SEED, 200, properties, drawn=change, known=KNOWN, **bounds)

@@ -6,19 +6,17 @@ Needs transformers 5.24 in an environment of its own: `bash .ci/vllm-env FOLDER`
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
+from foreign import as_drawn, failures, found_and_shrunk, is_known, one_output_each
 
 from kvproof.fuzz.replay import replay
-from kvproof.fuzz.search import abilities, found, run_once
-from kvproof.fuzz.shrink import shrink
-from kvproof.fuzz.swarm import Draw, draw_run
-from kvproof.invariants.case import Case, load_case
+from kvproof.fuzz.swarm import Draw
+from kvproof.invariants.case import load_case
 from kvproof.invariants.events import Event, TransferEnded, TransferStarted
 from kvproof.invariants.operations import Abort, AnyOperation, Arrive, Run, Segment
 from kvproof.invariants.scheduling.vocabulary import Limits, RequestCancelled, Scheduled
@@ -40,6 +38,7 @@ except SubjectUnavailable as error:
 pytestmark = pytest.mark.transformers
 
 NAME = "transformers:offload"
+SEED = "offload"
 T3 = "Cannot pop"
 """How the known defect of a host that is too full shows."""
 T1_TO_T3 = ("cannot reshape tensor of 0 elements", "nothing was run in 8 iterations", T3)
@@ -177,35 +176,17 @@ def test_a_known_case_replays(case: str) -> None:
 # -- the checks, on the unmodified release and on mutants of it ----------------------------------
 
 
-def plain(draw: Draw) -> Draw:
-    """The run without what two of the known defects need: several outputs, and cancellations."""
-    operations = [
-        replace(o, samples=1) if isinstance(o, Arrive) else o
-        for o in draw.operations
-        if not isinstance(o, Abort)
-    ]
-    return replace(draw, operations=operations)
-
-
-def as_drawn(draw: Draw) -> Draw:
-    return draw
-
-
-def failures(runs: int, change: Callable[[Draw], Draw]) -> Sequence[str]:
-    factory, totals, messages = subject_factory(NAME), Totals(), []
-    able = abilities(factory)
-    for number in range(runs):
-        failure = run_once(factory, change(draw_run(f"offload/{number}", able)), totals)
-        assert not totals.problems
-        if failure is not None:
-            messages.append(failure[1].message)
+def seen(drawn: Callable[[Draw], Draw]) -> list[Violation]:
+    """In drawn runs, in which requests are swapped out and come back."""
+    totals = Totals()
+    seen = [violation for _, violation in failures(NAME, SEED, 24, drawn=drawn, totals=totals)]
     assert totals.goals["swapped-out"]
     assert totals.goals["swapped-in"]
-    return messages
+    return seen
 
 
 def test_the_release_has_only_the_known_findings() -> None:
-    assert all(any(known in m for known in T1_TO_T3) for m in failures(24, as_drawn))
+    assert all(is_known(violation, T1_TO_T3) for violation in seen(as_drawn))
 
 
 def test_mended_and_without_what_the_others_need_it_has_none(
@@ -213,7 +194,7 @@ def test_mended_and_without_what_the_others_need_it_has_none(
 ) -> None:
     name = f"{MANAGER}._reserve_cpu_blocks"
     monkeypatch.setattr(name, recounts(resolve_name(name)))
-    assert not failures(24, plain)
+    assert not seen(one_output_each)
 
 
 Original = Callable[..., Any]
@@ -276,47 +257,30 @@ def keeps_what_the_cancelled_had(original: Original) -> Original:
 
 Mutant = tuple[Callable[[Original], Original], str, set[str], Callable[[Draw], Draw]]
 MUTANTS: tuple[Mutant, ...] = (
-    (copies_nothing, f"{BATCHING}.offloading_manager.contiguous_runs", {"CRASH"}, plain),
+    (copies_nothing, f"{BATCHING}.offloading_manager.contiguous_runs", {"CRASH"}, one_output_each),
     (
         copies_only_what_lies_together,
         f"{BATCHING}.offloading_manager.contiguous_runs",
         {"CRASH"},
-        plain,
+        one_output_each,
     ),
     (
         brings_back_the_blocks_in_another_order,
         f"{MANAGER}.restore_scheduled_requests",
         {"CRASH"},
-        plain,
+        one_output_each,
     ),
-    (brings_nothing_back, f"{MANAGER}.restore_scheduled_requests", {"CONS"}, plain),
+    (brings_nothing_back, f"{MANAGER}.restore_scheduled_requests", {"CONS"}, one_output_each),
     (
         hands_out_a_block_of_the_host_twice,
         f"{MANAGER}._reserve_cpu_blocks",
         {"CONS", "EXCL"},
-        plain,
+        one_output_each,
     ),
-    (keeps_a_block_of_the_host, f"{POOL}.free_blocks", {"CONS"}, plain),
-    (forgets_that_it_was_copied, f"{MANAGER}._offload_to_cpu", {"CONS", "CRASH"}, plain),
+    (keeps_a_block_of_the_host, f"{POOL}.free_blocks", {"CONS"}, one_output_each),
+    (forgets_that_it_was_copied, f"{MANAGER}._offload_to_cpu", {"CONS", "CRASH"}, one_output_each),
     (keeps_what_the_cancelled_had, f"{MANAGER}.free_request_cpu_cache", {"CONS"}, as_drawn),
 )
-
-
-def caught_and_shrunk(
-    runs: int, wanted: set[str], change: Callable[[Draw], Draw]
-) -> tuple[Case, Violation]:
-    factory = subject_factory(NAME)
-    able = abilities(factory)
-    for number in range(runs):
-        draw = change(draw_run(f"offload/{number}", able))
-        failure = run_once(factory, draw, Totals())
-        if failure is None or failure[1].property not in wanted:
-            continue
-        if not any(known in failure[1].message for known in T1_TO_T3):
-            shrunk = shrink(found(NAME, draw, failure, None).case, replays_max=250, seconds_max=600)
-            assert shrunk is not None
-            return shrunk.case, shrunk.violation
-    raise AssertionError("not found")
 
 
 @pytest.mark.parametrize(
@@ -332,6 +296,5 @@ def test_a_mutant_of_the_offloading_manager_is_found_and_shrunk(
     change: Callable[[Draw], Draw],
 ) -> None:
     monkeypatch.setattr(target, mutate(resolve_name(target)))
-    case, violation = caught_and_shrunk(200, properties, change)
-    assert violation.property in properties
-    assert len(case.operations) <= 6
+    bounds: Any = {"operations": 6, "replays": 250}
+    found_and_shrunk(NAME, SEED, 200, properties, drawn=change, known=T1_TO_T3, **bounds)

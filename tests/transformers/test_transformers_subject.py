@@ -5,7 +5,6 @@ Needs transformers 5.24 in an environment of its own: `bash .ci/vllm-env FOLDER`
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -18,13 +17,20 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
+from foreign import (
+    as_drawn,
+    failures,
+    first_failure,
+    found_and_shrunk,
+    is_known,
+    moved_functions,
+    one_output_each,
+)
 
 from kvproof.fuzz.campaigns.known import read_ledger
 from kvproof.fuzz.replay import replay
-from kvproof.fuzz.search import abilities, found, run_once, search
+from kvproof.fuzz.search import search
 from kvproof.fuzz.shrink import shrink
-from kvproof.fuzz.swarm import Draw, draw_run
 from kvproof.invariants.case import Case, dump_case, load_case
 from kvproof.invariants.events import BlockCopied, BlockMerged, Event, StepLaunched
 from kvproof.invariants.operations import (
@@ -47,7 +53,6 @@ from kvproof.invariants.scheduling.vocabulary import (
 )
 from kvproof.invariants.story import Moment, explain
 from kvproof.invariants.subject import Configuration
-from kvproof.invariants.verdict import Violation
 from kvproof.stateful_tests.harnesses import harness_for
 from kvproof.stateful_tests.scheduling_harness import SchedulingHarness
 from kvproof.stateful_tests.subjects import is_kvproofs_own, subject_factory
@@ -64,6 +69,7 @@ except SubjectUnavailable as error:
 pytestmark = pytest.mark.transformers
 
 PREFILL_FIRST = "transformers:prefill_first"
+NAME = SEED = "transformers"
 T1 = "cannot reshape tensor of 0 elements"
 """How the known defect of forks shows …"""
 T2 = "nothing was run in 8 iterations"
@@ -363,44 +369,16 @@ def test_an_unknown_version_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -
 # -- the checks, on the unmodified release and on mutants of it ----------------------------------
 
 
-def one_output_each(draw: Draw) -> Draw:
-    """The run without what the known defects need: several outputs, and cancellations."""
-    operations = [
-        replace(o, samples=1) if isinstance(o, Arrive) else o
-        for o in draw.operations
-        if not isinstance(o, Abort)
-    ]
-    return replace(draw, operations=operations)
-
-
-def as_drawn(draw: Draw) -> Draw:
-    return draw
-
-
-def failures(
-    name: str, runs: int, change: Callable[[Draw], Draw]
-) -> Sequence[tuple[Draw, tuple[list[AnyOperation], Violation]]]:
-    factory = subject_factory(name)
-    able, totals, failing = abilities(factory), Totals(), []
-    for number in range(runs):
-        draw = change(draw_run(f"transformers/{number}", able))
-        failure = run_once(factory, draw, totals)
-        assert not totals.problems
-        if failure is not None:
-            failing.append((draw, failure))
-    return failing
-
-
 @pytest.mark.parametrize("name", ["transformers", PREFILL_FIRST])
 def test_without_samples_and_cancellations_the_release_has_no_findings(name: str) -> None:
-    assert not failures(name, 40, one_output_each)
+    assert first_failure(name, SEED, 40, drawn=one_output_each) is None
 
 
 @pytest.mark.parametrize("name", ["transformers", PREFILL_FIRST])
 def test_with_them_it_has_only_the_known_ones(name: str) -> None:
-    messages = [failure[1].message for _, failure in failures(name, 40, as_drawn)]
-    assert messages
-    assert all(T1 in message or T2 in message for message in messages)
+    seen = [violation for _, violation in failures(name, SEED, 40)]
+    assert seen
+    assert all(is_known(violation, (T1, T2)) for violation in seen)
 
 
 Original = Callable[..., Any]
@@ -633,24 +611,6 @@ OF_CHANCES: tuple[Mutant, ...] = (
 """In those with them."""
 
 
-def caught_and_shrunk(
-    runs: int, wanted: set[str], change: Callable[[Draw], Draw]
-) -> tuple[Case, Violation]:
-    factory = subject_factory("transformers")
-    able = abilities(factory)
-    for number in range(runs):
-        draw = change(draw_run(f"transformers/{number}", able))
-        failure = run_once(factory, draw, Totals())
-        known = change is as_drawn and failure is not None and T1 in failure[1].message
-        if failure is None or failure[1].property not in wanted or known:
-            continue
-        case = found("transformers", draw, failure, None).case
-        shrunk = shrink(case, replays_max=250, seconds_max=600)
-        assert shrunk is not None
-        return shrunk.case, shrunk.violation
-    raise AssertionError("not found")
-
-
 @pytest.mark.parametrize(
     ("mutate", "target", "properties"),
     [*MUTANTS, *OF_CHANCES],
@@ -664,9 +624,8 @@ def test_a_mutant_of_transformers_is_found_and_shrunk(
 ) -> None:
     monkeypatch.setattr(target, mutate(resolve_name(target)))
     plain = mutate in [mutant[0] for mutant in MUTANTS]
-    case, violation = caught_and_shrunk(200, properties, one_output_each if plain else as_drawn)
-    assert violation.property in properties
-    assert len(case.operations) <= 12
+    drawn, known = (one_output_each, ()) if plain else (as_drawn, (T1,))
+    found_and_shrunk(NAME, SEED, 200, properties, replays=250, drawn=drawn, known=known)
 
 
 TOKENS, LOGITS = "was given other tokens", "from other logits than the model computes"
@@ -694,10 +653,9 @@ def test_what_is_exchanged_between_requests_is_found_and_shrunk(
     words: str,
 ) -> None:
     monkeypatch.setattr(target, mutate(resolve_name(target)))
-    case, violation = caught_and_shrunk(40, {name}, one_output_each)
-    assert violation.property == name
+    bounds: Any = {"operations": 4, "replays": 250}
+    _, violation = found_and_shrunk(NAME, SEED, 40, {name}, drawn=one_output_each, **bounds)
     assert words in violation.message
-    assert len(case.operations) <= 4
 
 
 # -- what the adapter knows of transformers ------------------------------------------------------
@@ -765,14 +723,7 @@ ATTRIBUTES: dict[str, Sequence[str]] = {
 
 def moved() -> list[str]:
     """The names of transformers that the adapter needs and that are not there."""
-    missing = []
-    for function, parameters in PARAMETERS.items():
-        try:
-            there = set(inspect.signature(resolve_name(function)).parameters)
-        except AttributeError:
-            missing.append(function)
-            continue
-        missing += [f"{function}({name})" for name in parameters if name not in there]
+    missing = list(moved_functions(PARAMETERS))
     for owner, names in FIELDS.items():
         there = {field.name for field in fields(resolve_name(owner))}
         missing += [f"{owner}.{name}" for name in names if name not in there]

@@ -11,12 +11,11 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
+from foreign import first_failure, found_and_shrunk
 
 from kvproof.fuzz.cli.check import _driven
-from kvproof.fuzz.search import abilities, found, run_once, search
+from kvproof.fuzz.search import search
 from kvproof.fuzz.shrink import shrink
-from kvproof.fuzz.swarm import draw_run
-from kvproof.invariants.case import Case
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.events import BlocksPublished, BlocksReleased, StepLaunched
 from kvproof.invariants.operations import (
@@ -31,7 +30,6 @@ from kvproof.invariants.operations import (
 )
 from kvproof.invariants.scheduling.vocabulary import Completed, Limits
 from kvproof.invariants.subject import Configuration
-from kvproof.invariants.verdict import Violation
 from kvproof.stateful_tests.harnesses import harness_for
 from kvproof.stateful_tests.scheduling_harness import SchedulingHarness
 from kvproof.stateful_tests.subjects import is_kvproofs_own, subject_factory
@@ -44,6 +42,8 @@ except (InputError, SubjectUnavailable) as error:
     pytest.skip(str(error), allow_module_level=True)
 
 pytestmark = pytest.mark.vllm
+
+SEED = "vllm-async"
 
 ASYNC = "vllm:async_scheduler"
 PRIORITY = f"{ASYNC}:priority"
@@ -171,7 +171,7 @@ def test_it_finds_the_blocks_of_the_ended_free_as_in_plain_vllm(
 ) -> None:
     (tmp_path / "looking_vllm_scheduler.py").write_text(LOOKING)
     monkeypatch.syspath_prepend(tmp_path)
-    assert first_failure(f"{ASYNC}:fcfs:looking_vllm_scheduler:Looking", 40) is None
+    assert first_failure(f"{ASYNC}:fcfs:looking_vllm_scheduler:Looking", SEED, 40) is None
 
 
 def test_a_block_is_completed_as_another_request_ends() -> None:
@@ -187,23 +187,8 @@ def test_a_block_is_completed_as_another_request_ends() -> None:
 # -- the unmodified release, and mutants of it ---------------------------------------------------
 
 
-def first_failure(
-    name: str, runs: int, wanted: set[str] | None = None
-) -> tuple[Case, Violation] | None:
-    """Of drawn runs, the first that breaks a property, or one of the ``wanted``."""
-    factory = subject_factory(name)
-    able, totals = abilities(factory), Totals()
-    for number in range(runs):
-        draw = draw_run(f"vllm-async/{number}", able)
-        failure = run_once(factory, draw, totals)
-        assert not totals.problems
-        if failure is not None and (wanted is None or failure[1].property in wanted):
-            return found(name, draw, failure, None).case, failure[1]
-    return None
-
-
 def test_the_unmodified_release_with_fcfs_has_no_findings() -> None:
-    assert first_failure(ASYNC, 120) is None
+    assert first_failure(ASYNC, SEED, 120) is None
 
 
 def test_a_search_finds_what_the_priority_policy_never_computed() -> None:
@@ -329,9 +314,4 @@ def test_a_mutant_of_vllm_is_found_and_shrunk(
     properties: set[str],
 ) -> None:
     monkeypatch.setattr(target, mutate(resolve_name(target)))
-    failure = first_failure(ASYNC, 200, properties)
-    assert failure is not None, "not found"
-    shrunk = shrink(failure[0], replays_max=500, seconds_max=600)
-    assert shrunk is not None
-    assert shrunk.violation.property in properties
-    assert len(shrunk.case.operations) <= 12
+    found_and_shrunk(ASYNC, SEED, 200, properties)

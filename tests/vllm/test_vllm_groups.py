@@ -11,11 +11,8 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
+from foreign import first_failure, found_and_shrunk
 
-from kvproof.fuzz.search import abilities, found, run_once
-from kvproof.fuzz.shrink import shrink
-from kvproof.fuzz.swarm import draw_run
-from kvproof.invariants.case import Case
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.events import BlocksAllocated, BlocksOutlived, BlocksPublished, BlocksReused
 from kvproof.invariants.operations import (
@@ -30,11 +27,9 @@ from kvproof.invariants.operations import (
 )
 from kvproof.invariants.outcomes import LARGER_THAN_POOL, NO_FREE_BLOCKS
 from kvproof.invariants.subject import Configuration
-from kvproof.invariants.verdict import Violation
 from kvproof.stateful_tests.harness import Harness
 from kvproof.stateful_tests.subjects import subject_factory
 from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
-from kvproof.stateful_tests.totals import Totals
 
 NAME = "vllm:manager:groups"
 HYBRID = "vllm:manager:hybrid"
@@ -46,6 +41,8 @@ except (InputError, SubjectUnavailable) as error:
     pytest.skip(str(error), allow_module_level=True)
 
 pytestmark = pytest.mark.vllm
+
+SEED = "vllm-groups"
 
 
 def harness(blocks: int = 12, name: str = NAME) -> Harness:
@@ -159,24 +156,9 @@ def test_the_key_of_a_prompts_end_inside_a_block_is_left_out_of_the_view() -> No
 # -- the unmodified release, and mutants of it ---------------------------------------------------
 
 
-def first_failure(
-    name: str, runs: int, wanted: set[str] | None = None
-) -> tuple[Case, Violation] | None:
-    """Of drawn runs, the first that breaks a property, or one of the ``wanted``."""
-    factory = subject_factory(name)
-    able, totals = abilities(factory), Totals()
-    for number in range(runs):
-        draw = draw_run(f"vllm-groups/{number}", able)
-        failure = run_once(factory, draw, totals)
-        assert not totals.problems
-        if failure is not None and (wanted is None or failure[1].property in wanted):
-            return found(name, draw, failure, None).case, failure[1]
-    return None
-
-
 @pytest.mark.parametrize("name", [NAME, HYBRID, UNEQUAL])
 def test_the_unmodified_release_has_no_findings(name: str) -> None:
-    assert first_failure(name, 120) is None
+    assert first_failure(name, SEED, 120) is None
 
 
 Original = Callable[..., Any]
@@ -397,9 +379,4 @@ def test_a_mutant_of_vllm_is_found_and_shrunk(
     properties: set[str],
 ) -> None:
     monkeypatch.setattr(target, mutate(resolve_name(target)))
-    failure = first_failure(name, 200, properties)
-    assert failure is not None, "not found"
-    shrunk = shrink(failure[0], replays_max=500, seconds_max=600)
-    assert shrunk is not None
-    assert shrunk.violation.property in properties
-    assert len(shrunk.case.operations) <= 12
+    found_and_shrunk(name, SEED, 200, properties)

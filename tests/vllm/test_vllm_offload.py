@@ -12,12 +12,11 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
+from foreign import first_failure, found_and_shrunk
 from msgspec.structs import replace
 
-from kvproof.fuzz.search import abilities, found, run_once
-from kvproof.fuzz.shrink import shrink
+from kvproof.fuzz.search import abilities
 from kvproof.fuzz.swarm import draw_run
-from kvproof.invariants.case import Case
 from kvproof.invariants.events import SlotsEvicted, TransferEnded, TransferStarted
 from kvproof.invariants.operations import (
     Abort,
@@ -47,7 +46,6 @@ from kvproof.invariants.outcomes import (
 )
 from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.subject import Configuration, Subject
-from kvproof.invariants.verdict import Violation
 from kvproof.invariants.view import TieredView
 from kvproof.stateful_tests.harness import Harness
 from kvproof.stateful_tests.harnesses import harness_for
@@ -63,7 +61,6 @@ from kvproof.stateful_tests.subjects.vllm_offload_host import load_offloading
 from kvproof.stateful_tests.subjects.vllm_scheduler import VllmSchedulerSubject
 from kvproof.stateful_tests.subjects.vllm_scheduling import NAME as SCHEDULER
 from kvproof.stateful_tests.subjects.vllm_scheduling import load_scheduling
-from kvproof.stateful_tests.totals import Totals
 
 try:
     VllmOffloadSubject(Configuration())
@@ -79,6 +76,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.v1.outputs import KVConnectorOutput
 
 pytestmark = pytest.mark.vllm
+
+SEED = "vllm-offload"
 
 NAMES = ("vllm:offload", "vllm:offload:twice")
 
@@ -420,22 +419,9 @@ def assert_gauges(subject: Any) -> None:
 # -- the checks, on the unmodified release and on mutants of it ------------------------------------
 
 
-def first_failure(name: str, runs: int) -> tuple[Case, Violation] | None:
-    """The first of drawn runs that breaks a property."""
-    factory = subject_factory(name)
-    able, totals = abilities(factory), Totals()
-    for number in range(runs):
-        draw = draw_run(f"vllm-offload/{number}", able)
-        failure = run_once(factory, draw, totals)
-        assert not totals.problems
-        if failure is not None:
-            return found(name, draw, failure, None).case, failure[1]
-    return None
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_unmodified_release_has_no_findings(name: str) -> None:
-    assert first_failure(name, 150) is None
+    assert first_failure(name, SEED, 150) is None
 
 
 Original = Callable[..., Any]
@@ -626,13 +612,7 @@ def test_a_mutant_of_vllm_is_found_and_shrunk(
     properties: set[str],
 ) -> None:
     monkeypatch.setattr(target, mutate(resolve_name(target)))
-    failure = first_failure("vllm:offload", 120)
-    assert failure is not None, "not found"
-    shrunk = shrink(failure[0], replays_max=500)
-    assert shrunk is not None
-    print(shrunk.violation.property, len(shrunk.case.operations), shrunk.violation.message)
-    assert shrunk.violation.property in properties, shrunk.violation
-    assert len(shrunk.case.operations) <= 16
+    found_and_shrunk("vllm:offload", SEED, 120, properties, operations=16)
 
 
 # -- beside the manager: a prompt that is on a lower tier and larger than the host -----------------

@@ -5,7 +5,6 @@ Needs vLLM 0.33 in an environment of its own: `bash .ci/vllm-env FOLDER`.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -14,13 +13,14 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
+from foreign import first_failure, found_and_shrunk, moved_functions
 
 from kvproof.fuzz.cli.check import _driven, _with_fault
 from kvproof.fuzz.replay import replay
-from kvproof.fuzz.search import abilities, found, run_once, search
+from kvproof.fuzz.search import abilities, run_once, search
 from kvproof.fuzz.shrink import shrink
 from kvproof.fuzz.swarm import draw_run
-from kvproof.invariants.case import Case, load_case
+from kvproof.invariants.case import load_case
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.events import (
     BlocksEvicted,
@@ -44,7 +44,6 @@ from kvproof.invariants.outcomes import LARGER_THAN_MODEL, LARGER_THAN_POOL
 from kvproof.invariants.scheduling.vocabulary import Completed, Limits, Scheduled
 from kvproof.invariants.story import Moment, explain
 from kvproof.invariants.subject import Configuration
-from kvproof.invariants.verdict import Violation
 from kvproof.stateful_tests.harnesses import harness_for
 from kvproof.stateful_tests.scheduling_harness import SchedulingHarness
 from kvproof.stateful_tests.subjects import is_kvproofs_own, subject_factory
@@ -58,6 +57,8 @@ except SubjectUnavailable as error:
     pytest.skip(str(error), allow_module_level=True)
 
 pytestmark = pytest.mark.vllm
+
+SEED = "vllm-scheduler"
 
 PRIORITY = "vllm:scheduler:priority"
 V1 = "but no step has written it"
@@ -322,8 +323,8 @@ def test_a_scheduler_class_of_the_users_is_checked_in_the_same_way() -> None:
     name = "vllm:scheduler:fcfs:own_vllm_scheduler:"
     subject = subject_factory(f"{name}Same")(Configuration())
     assert subject.name == f"{name}Same"
-    assert first_failure(f"{name}Same", 20) is None
-    case, violation = caught_and_shrunk(f"{name}Overtaking", 100, {"FCFS"})
+    assert first_failure(f"{name}Same", SEED, 20) is None
+    case, violation = found_and_shrunk(f"{name}Overtaking", SEED, 100, {"FCFS"})
     assert "first come, first served is promised" in violation.message
     assert len(case.operations) <= 5
 
@@ -333,10 +334,10 @@ def test_it_finds_the_blocks_of_the_ended_free_as_in_plain_vllm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = "vllm:scheduler:fcfs:own_vllm_scheduler:Looking"
-    assert first_failure(name, 40) is None
+    assert first_failure(name, SEED, 40) is None
     late = frees_the_finished_with_the_next_iteration(resolve_name(f"{SCHEDULER}._free_blocks"))
     monkeypatch.setattr(f"{SCHEDULER}._free_blocks", late)
-    failure = first_failure(name, 40)
+    failure = first_failure(name, SEED, 40)
     assert failure is not None
     assert "it still holds blocks" in failure[1].message
 
@@ -344,7 +345,7 @@ def test_it_finds_the_blocks_of_the_ended_free_as_in_plain_vllm(
 @pytest.mark.usefixtures("own")
 def test_what_it_does_with_them_at_once_is_told_after_they_are_free() -> None:
     name = "vllm:scheduler:fcfs:own_vllm_scheduler:Resetting"
-    assert first_failure(name, 40) is None
+    assert first_failure(name, SEED, 40) is None
     run = harness_for(subject_factory(name)(Configuration(blocks=10, block_size=4)))
     run.perform(arrive(9))
     told = events_of(run, Run(1), Event)
@@ -356,7 +357,7 @@ def test_what_it_does_with_them_at_once_is_told_after_they_are_free() -> None:
 
 def test_vllms_asynchronous_scheduler_is_such_a_class() -> None:
     name = "vllm:scheduler:fcfs:vllm.v1.core.sched.async_scheduler:AsyncScheduler"
-    assert first_failure(name, 80) is None
+    assert first_failure(name, SEED, 80) is None
 
 
 @pytest.mark.usefixtures("own")
@@ -376,31 +377,8 @@ def test_a_case_does_not_import_a_class_unasked() -> None:
 # -- the checks, on the unmodified release and on mutants of it ----------------------------------
 
 
-def first_failure(
-    name: str, runs: int, wanted: set[str] | None = None
-) -> tuple[Case, Violation] | None:
-    """Of drawn runs, the first that breaks a property, or one of the ``wanted``."""
-    factory = subject_factory(name)
-    able, totals = abilities(factory), Totals()
-    for number in range(runs):
-        draw = draw_run(f"vllm-scheduler/{number}", able)
-        failure = run_once(factory, draw, totals)
-        assert not totals.problems
-        if failure is not None and (wanted is None or failure[1].property in wanted):
-            return found(name, draw, failure, None).case, failure[1]
-    return None
-
-
-def caught_and_shrunk(name: str, runs: int, wanted: set[str]) -> tuple[Case, Violation]:
-    failure = first_failure(name, runs, wanted)
-    assert failure is not None, "not found"
-    shrunk = shrink(failure[0], replays_max=500, seconds_max=600)
-    assert shrunk is not None
-    return shrunk.case, shrunk.violation
-
-
 def test_the_unmodified_release_with_fcfs_has_no_findings() -> None:
-    assert first_failure("vllm:scheduler", 120) is None
+    assert first_failure("vllm:scheduler", SEED, 120) is None
 
 
 def test_the_unmodified_release_with_priorities_has_only_the_known_one() -> None:
@@ -676,9 +654,7 @@ def test_a_mutant_of_vllm_is_found_and_shrunk(
     properties: set[str],
 ) -> None:
     monkeypatch.setattr(target, mutate(resolve_name(target)))
-    case, violation = caught_and_shrunk(name, 200, properties)
-    assert violation.property in properties
-    assert len(case.operations) <= 12
+    found_and_shrunk(name, SEED, 200, properties)
 
 
 # -- what the adapter knows of vLLM --------------------------------------------------------------
@@ -734,14 +710,7 @@ ATTRIBUTES = ("running", "waiting", "requests", "num_executed_steps", "kv_cache_
 
 def moved() -> list[str]:
     """The names of vLLM that the adapter needs and that are not there."""
-    missing = []
-    for function, parameters in PARAMETERS.items():
-        try:
-            there = set(inspect.signature(resolve_name(function)).parameters)
-        except AttributeError:
-            missing.append(function)
-            continue
-        missing += [f"{function}({name})" for name in parameters if name not in there]
+    missing = list(moved_functions(PARAMETERS))
     for owner, names in FIELDS.items():
         there = {field.name for field in fields(resolve_name(owner))}
         missing += [f"{owner}.{name}" for name in names if name not in there]
