@@ -62,8 +62,21 @@ FEATURES = ("tails", "chunks", "salt", "adapter", "media", "long", "narrow", "sl
 adapters, with media; prompts near the pool's size; few running requests; blocks for part of a
 prompt or in advance, and steps over chosen requests; swap space.  The names are those of the
 seeded generator, so that a case reads the same from either driver."""
+SCHEDULER_FEATURES = (
+    "tails",
+    "small-budget",
+    "long",
+    "narrow",
+    "priorities",
+    "early-stops",
+    "whole-prefill",
+    "watermark",
+    "swaps",
+    "salt",
+)
+"""The same for a scheduler."""
 TIER_FEATURES = ("tiers", "disk", "arc", "late", "waits", "io-faults")
-"""The same for a memory hierarchy: tiers below the device; a disk; eviction by ARC; swaps that
+"""And for a memory hierarchy: tiers below the device; a disk; eviction by ARC; swaps that
 stay in flight; admissions that wait for KV; faults of the disk, and blocks that somebody else
 takes."""
 OPTIONAL_FEATURES = frozenset(("slots", "swaps", "tiers"))
@@ -113,7 +126,7 @@ WORLD_ARGUMENTS: Arguments = {
     "block_size": st.sampled_from(_BLOCK_SIZES),
     "run_ahead": st.integers(1, 3),
     "requests": st.integers(0, 3),
-    "features": st.integers(0, (1 << len(FEATURES)) - 1),
+    "features": st.integers(0, (1 << max(len(FEATURES), len(SCHEDULER_FEATURES))) - 1),
     "tiers": st.integers(0, (1 << len(TIER_FEATURES)) - 1),
 }
 """Strategies for the arguments of :func:`world`."""
@@ -169,20 +182,6 @@ def _tiered(world: World, tiers: int, able: frozenset[str]) -> World:
         disk_eviction=eviction,
     )
     return replace(world, configuration=tiered, features=features)
-
-
-SCHEDULER_FEATURES = (
-    "tails",
-    "small-budget",
-    "long",
-    "narrow",
-    "priorities",
-    "early-stops",
-    "whole-prefill",
-    "watermark",
-    "swaps",
-)
-"""What a run of a scheduler may have on; the names are those of the seeded generator."""
 
 
 def scheduler_world(
@@ -339,9 +338,9 @@ def _withhold(world: World, tier: int, blocks: int) -> Withhold:
     return Withhold(_TIERS[tier], (0, 1, 2, world.configuration.blocks)[blocks])
 
 
-def _arrive(world: World, prompt: int, output: int) -> Arrive:
+def _arrive(world: World, prompt: int, output: int, identity: int = 0) -> Arrive:
     """``prompt``: as for ``_admit``.  ``output``: tokens (3 bits), tail (2), priority (1), early
-    stop (1)."""
+    stop (1).  ``identity``: salt (1), adapter (1)."""
     features, size = world.features, world.configuration.block_size
     stem = Segment(_STEMS[prompt >> 5], _stem_length(world, prompt))
     tail = output >> 3 & 3 if "tails" in features else 0
@@ -351,6 +350,8 @@ def _arrive(world: World, prompt: int, output: int) -> Arrive:
         output=tokens,
         max_tokens=tokens + size if "early-stops" in features and output >> 6 else 0,
         priority=output >> 5 & 1 if "priorities" in features else 0,
+        salt=identity & 1 if "salt" in features else 0,
+        adapter=identity >> 1 if "salt" in features else 0,
     )
 
 
@@ -420,7 +421,14 @@ RECIPES: Mapping[str, Recipe] = {
     "slow": Recipe(
         lambda world, slow: Slow(1 + slow), {"slow": st.integers(0, 1)}, needs=_DISK_FAULTS
     ),
-    "arrive": Recipe(_arrive, {"prompt": st.integers(0, 127), "output": st.integers(0, 127)}),
+    "arrive": Recipe(
+        _arrive,
+        {
+            "prompt": st.integers(0, 127),
+            "output": st.integers(0, 127),
+            "identity": st.integers(0, 3),
+        },
+    ),
     "schedule": Recipe(lambda world: Schedule()),
     "run": Recipe(lambda world, more: Run(1 + more), {"more": st.integers(0, 3)}),
     "wait": Recipe(lambda world, time: Wait(10**time), {"time": st.integers(0, 7)}, needs=_TIERED),

@@ -18,7 +18,7 @@ from hypothesis.configuration import set_hypothesis_home_dir, storage_directory
 from kvproof.engine.engine import Engine
 from kvproof.engine.request import Request
 from kvproof.fuzz.bench.machine import bench_machine
-from kvproof.fuzz.faults import all_faults
+from kvproof.fuzz.faults import all_faults, fault_by_id
 from kvproof.fuzz.replay import replay
 from kvproof.fuzz.shrink import shrink
 from kvproof.fuzz.swarm import FEATURES as SWARM_FEATURES
@@ -59,13 +59,14 @@ from kvproof.stateful_tests.machine import (
 from kvproof.stateful_tests.strategies import (
     FEATURES,
     RECIPES,
+    SCHEDULER_FEATURES,
     TIER_FEATURES,
     World,
     follow_up,
     scheduler_world,
     world,
 )
-from kvproof.stateful_tests.subjects import SubjectFactory
+from kvproof.stateful_tests.subjects import SubjectFactory, subject_factory
 from kvproof.stateful_tests.subjects.engine import EngineSubject
 from kvproof.stateful_tests.totals import Totals
 
@@ -432,6 +433,24 @@ def test_a_scheduler_has_tiers_where_its_cache_can() -> None:
     assert scheduler_world(9, 4, 1, 0, 0, 3, frozenset()).configuration == Configuration(
         blocks=9, block_size=4, run_ahead=1
     )
+
+
+def test_requests_arrive_under_salts_and_adapters_where_they_are_on() -> None:
+    salted = 1 << SCHEDULER_FEATURES.index("salt")
+    for here, drawn in ((0, {(0, 0)}), (salted, {(0, 0), (0, 1), (1, 0), (1, 1)})):
+        built: list[Any] = [
+            RECIPES["arrive"].build(scheduler_world(9, 4, 1, 0, here), 0, 0, identity)
+            for identity in range(4)
+        ]
+        assert {(arrival.salt, arrival.adapter) for arrival in built} == drawn
+
+
+def test_a_scheduler_whose_keys_forget_the_adapter_is_found() -> None:
+    name, totals = "scheduler:fcfs", Totals()
+    with fault_by_id("adapter-not-in-key").installed():
+        case = run_machine(subject_factory(name), name, seconds=60, seed=1, totals=totals)
+    assert case is not None
+    assert case.violates in ("KEY", "VALID", "FIT"), "FIT: too few blocks are said to be wanted"
 
 
 def test_only_a_scheduler_preempts_those_that_run_for_a_reset() -> None:
