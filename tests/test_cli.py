@@ -277,10 +277,10 @@ def test_help_flows_where_the_terminal_is_narrow(command: str) -> None:
     assert early == []
 
 
-@pytest.mark.parametrize("command", ["check", "fuzz", "replay", "conformance"])
+@pytest.mark.parametrize("command", [*COMMANDS, "fuzz", "report", "conformance", "faults detect"])
 def test_help_cuts_no_word_in_a_terminal_of_80_columns(command: str) -> None:
     environment = {"COLUMNS": "80", "TERMINAL_WIDTH": "80"}
-    result = CliRunner(env=environment).invoke(app, [command, "--help"])
+    result = CliRunner(env=environment).invoke(app, [*command.split(), "--help"])
     assert not re.findall(r"\S+…", result.output)
 
 

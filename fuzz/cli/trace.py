@@ -128,10 +128,14 @@ def trace(
             rich_help_panel=_LIMITS,
         ),
     ] = 0,
-    chunked_prefill: Annotated[
+    no_chunked_prefill: Annotated[
         bool,
-        typer.Option(help="Compute long prompts over several iterations.", rich_help_panel=_LIMITS),
-    ] = True,
+        typer.Option(
+            "--no-chunked-prefill",
+            help="Compute each prompt whole, in one iteration.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = False,
     run_ahead: Annotated[
         int, typer.Option(min=1, max=8, help="Steps in flight at most.", rich_help_panel=_LIMITS)
     ] = 1,
@@ -205,7 +209,7 @@ def trace(
             token_budget=token_budget,
             watermark_blocks=watermark,
             max_model_tokens=max_model_tokens or _longest(requests, max_tokens or 0),
-            chunked_prefill=chunked_prefill,
+            chunked_prefill=not no_chunked_prefill,
         ),
     )
     _check_limits(configuration)
