@@ -41,7 +41,9 @@ def foreign() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(path.parent))  # as for any script
+        spec.loader.exec_module(module)
     return module
 
 

@@ -24,7 +24,9 @@ def run() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(path.parent))  # as for any script
+        spec.loader.exec_module(module)
     return module
 
 
@@ -88,18 +90,101 @@ def test_what_survived_unexplained_is_run_again_if_asked(run: ModuleType, work: 
 
 
 def test_the_page_counts_and_explains(run: ModuleType, work: Path) -> None:
-    text = "\n".join(run.page(work, ["engine/pool.py", "engine/keys.py"]))
+    text = "\n".join(run.page([work]))
     assert "| engine/pool.py | 6 | 5 | 1 | 1 | 3 | 1 | 50 % |" in text
-    assert "| engine/keys.py | 0 | 0 | 0 | 0 | 0 | 0 | – |" in text
-    assert "FILE.md engine/pool.py engine/keys.py`,\nat commit abc1234, def5678" in text
+    assert "| engine/ and invariants/ | 1 | 6 | 5 | 3 | 1 | 50 % |" in text
+    assert "| invariants/ | 0 | 0 | 0 | 0 | 0 | – |" in text
+    assert "## Sampled" not in text
+    assert "at commit abc1234, def5678 with changes." in text
     assert "Open: 1 that survive and are not explained, 1 not run." in text
     assert "(blocks + 2)`: equivalent: longer" in text
     assert "`f`: `return 1` → `return 2`: **not explained**" in text
     assert "NO ROOM" not in text
 
 
+def put_sample(work: Path, killed: int, mutants: int, survivors: int = 0) -> None:
+    """A file of the checks of which a tenth was drawn, and all that was drawn was run."""
+    name = "kvproof.invariants.checks.life.x_f__mutmut_{}".format
+    codes = dict.fromkeys([name(number) for number in range(mutants)])
+    drawn = list(codes)[: killed + survivors]
+    codes |= {one: int(number < killed) for number, one in enumerate(drawn)}
+    meta = work / "mutants" / "kvproof" / "invariants" / "checks" / "life.py.meta"
+    meta.parent.mkdir(parents=True)
+    meta.write_text(json.dumps({"exit_code_by_key": codes}))
+    (work / "sample.json").write_text(json.dumps({"invariants/checks/life.py": drawn}))
+    (work / "commits").write_text("abc1234")
+
+
+def test_a_sample_stands_for_all_mutants_of_its_files(
+    run: ModuleType, work: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Found in another folder: 15 of 20 were killed, which are 150 of 200 in all."""
+    another = tmp_path_factory.mktemp("another")
+    put_sample(another, killed=15, mutants=200, survivors=5)
+    text = "\n".join(run.page([work, another]))
+    assert "| engine/pool.py | 6 | 5 | 1 | 1 | 3 | 1 | 50 % |" in text
+    assert (
+        "| invariants/checks/life.py | 20 of 200 | 20 | 15 | 0 | 5 | 0 | 75 % (53 to 89 %) |"
+        in text
+    )
+    # Of 4 and 200 that matter: 2 and 150 killed, and with the interval, 2 and 106 to 177.
+    assert "| engine/ and invariants/ | 2 | 206 | 25 | 8 | 1 | 75 % (53 to 88 %) |" in text
+    assert "at commit abc1234, def5678 with changes." in text
+
+
+def test_what_was_drawn_and_not_run_may_survive_or_not(run: ModuleType, tmp_path: Path) -> None:
+    """Of 20 drawn, 15 were killed; so 15 to 20, and Wilson's interval beyond."""
+    put_sample(tmp_path, killed=15, mutants=200, survivors=5)
+    meta = tmp_path / "mutants" / "kvproof" / "invariants" / "checks" / "life.py.meta"
+    codes = json.loads(meta.read_text())["exit_code_by_key"]
+    open_ones = {name: code or None for name, code in codes.items()}
+    meta.write_text(json.dumps({"exit_code_by_key": open_ones}))
+    text = "\n".join(run.page([tmp_path]))
+    row = "| invariants/checks/life.py | 20 of 200 | 15 | 15 | 0 | 0 | 0 | 100 % (53 to 100 %) |"
+    assert row in text
+    assert "Open: 0 that survive and are not explained, 5 not run." in text
+
+
+def test_a_file_of_which_all_is_run_is_not_sampled(run: ModuleType, tmp_path: Path) -> None:
+    put_sample(tmp_path, killed=20, mutants=20)
+    text = "\n".join(run.page([tmp_path]))
+    assert "| invariants/checks/life.py | 20 | 20 | 20 | 0 | 0 | 0 | 100 % |" in text
+
+
+def test_the_page_needs_no_run(run: ModuleType, work: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    run.main(["--work", str(work), "--page", str(page), "--only-page"])
+    assert page.read_text().startswith("# Mutation score\n")
+
+
+def test_all_files_are_run_whole_or_may_be_sampled(run: ModuleType) -> None:
+    assert "engine/clock.py" in {*run.PATHS, *run.others()}
+    assert not {*run.PATHS} & {*run.others()}
+
+
+def test_a_plain_copy_of_a_file_gives_way_to_a_mutated_one(
+    run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mutmut takes it for one that is up to date, and each of its mutants would survive."""
+    copies = tmp_path / "mutants" / "kvproof" / "engine"
+    copies.mkdir(parents=True)
+    for name in ("clock.py", "job.py", "keys.py", "keys.py.meta"):
+        (copies / name).touch()
+    run.build(tmp_path, ["engine/clock.py", "engine/keys.py"])
+    assert {path.name for path in copies.iterdir()} == {"job.py", "keys.py", "keys.py.meta"}
+
+
 def test_mutants_are_run_in_forks(run: ModuleType, tmp_path: Path) -> None:
     """One that the tests tell apart is killed, one that they do not survives and is shown."""
+    put_code(run, tmp_path)
+    run_forks(run, tmp_path)
+    assert sorted(run.statuses(tmp_path, "engine/one.py").values()) == ["killed", "survived"]
+    (survivor,) = run.survivors(tmp_path, "engine/one.py")
+    assert (survivor.function, survivor.after) == ("after", "return number + 2")
+
+
+def put_code(run: ModuleType, work: Path) -> None:
+    """A function with two mutants, and its test."""
     pytest.importorskip("mutmut")
     code = "def after(number: int) -> int:\n    return number + 1\n"
     test = """
@@ -114,21 +199,31 @@ def test_it_is_later() -> None:
     settings = {"files": '["kvproof/engine/one.py"]', "options": '["--import-mode=importlib"]'}
     files["pyproject.toml"] = run.SETTINGS.format(**settings)
     for name, text in files.items():
-        path = tmp_path / name
+        path = work / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    forks = [sys.executable, str(run.HERE / "forks.py"), "--tests", "kill/test_one.py"]
+
+
+def run_forks(run: ModuleType, work: Path, *options: str) -> None:
+    forks = [sys.executable, str(run.HERE / "forks.py"), *options, "--tests", "kill/test_one.py"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run(
         [*forks, "--paths", "engine/one.py"],
-        cwd=tmp_path,
+        cwd=work,
         env=environment,
         check=True,
         capture_output=True,
     )
+
+
+def test_a_larger_sample_contains_a_smaller_one(run: ModuleType, tmp_path: Path) -> None:
+    put_code(run, tmp_path)
+    run_forks(run, tmp_path, "--sample", "1")
+    (first,) = run.drawn(tmp_path, "engine/one.py")
+    assert list(run.statuses(tmp_path, "engine/one.py")) == [first]
+    run_forks(run, tmp_path, "--sample", "2")
+    assert run.drawn(tmp_path, "engine/one.py") is None, "that is all of them"
     assert sorted(run.statuses(tmp_path, "engine/one.py").values()) == ["killed", "survived"]
-    (survivor,) = run.survivors(tmp_path, "engine/one.py")
-    assert (survivor.function, survivor.after) == ("after", "return number + 2")
 
 
 def code_of(path: str) -> dict[str, str]:
@@ -145,7 +240,7 @@ def code_of(path: str) -> dict[str, str]:
 
 def test_what_is_explained_is_of_files_that_are_mutated(run: ModuleType) -> None:
     for path, entries in run.explanations().items():
-        assert path in run.PATHS
+        assert path in {*run.PATHS, *run.others()}
         for entry in entries:
             assert entry["why"]
             assert {*entry} <= {"function", "before", "after", "why"}

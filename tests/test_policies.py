@@ -10,6 +10,7 @@ from typing import Any, overload
 
 import pytest
 
+from kvproof import stateful_tests
 from kvproof.engine.policies import POLICIES, POLICY_NAMES
 from kvproof.engine.policy import (
     Draft,
@@ -22,7 +23,7 @@ from kvproof.engine.policy import (
     SchedulerState,
 )
 
-EXAMPLES = Path(__file__).parent.parent / "stateful_tests" / "examples" / "policies"
+EXAMPLES = Path(str(stateful_tests.__file__)).parent / "examples" / "policies"
 BLOCK_SIZE = 4
 
 

@@ -26,7 +26,6 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from math import sqrt
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -36,6 +35,7 @@ import libcst
 import msgspec
 from libcst.metadata import CodeRange, MetadataWrapper, ParentNodeProvider, PositionProvider
 from mutmut.mutation.file_mutation import Mutation, create_mutations
+from shares import wilson
 
 from kvproof.fuzz.search import search
 from kvproof.stateful_tests.subjects import SUBJECT_NAMES
@@ -463,14 +463,6 @@ def _row(name: str, some: Sequence[Result]) -> str:
     unsought = outcomes["not reached"], outcomes["wording"]
     cells = (len(some), *unsought, killed, outcomes["survived"], share)
     return f"| {name} | {' | '.join(map(str, cells))} |"
-
-
-def wilson(successes: int, trials: int) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson's score interval)."""
-    z, share = 1.96, successes / trials
-    centre = share + z * z / (2 * trials)
-    reach = z * sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
-    return tuple((centre + side * reach) / (1 + z * z / trials) for side in (-1, 1))  # type: ignore[return-value]
 
 
 def _survivors(some: Sequence[Result]) -> Iterator[str]:

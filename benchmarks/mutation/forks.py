@@ -1,6 +1,6 @@
 """Makes mutants and runs them in forks of one pytest process; started by ``run.py``.
 
-    cd WORK; python forks.py [--seconds N] --tests FILE... --paths MUTATED_FILE...
+    cd WORK; python forks.py [--seconds N] [--sample N] --tests FILE... --paths MUTATED_FILE...
 
 mutmut starts pytest anew for each mutant, which takes longer than most mutants live.  Here the
 tests are collected once; each is run once on what is not mutated, to learn which functions it
@@ -37,6 +37,8 @@ KILLED, SURVIVED, NO_TESTS, PUT_OFF = 1, 0, 33, 77
 """Exit codes, as mutmut has them but for the last; below zero: the signal that ended it."""
 SOON = 1.0
 """So many CPU seconds each mutant gets at first."""
+PATIENCE = 20.0
+"""So many times its CPU seconds a mutant may take by the clock: the machine may be busy."""
 KEEP_EVERY = 20
 ASKED_FIRST = 6
 """So many tests that killed the latest mutants of the function, and twice as many of those that
@@ -56,6 +58,7 @@ class Meeting(NamedTuple):
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--sample", type=int)
     parser.add_argument("--tests", nargs="+", required=True)
     parser.add_argument("--paths", nargs="+", required=True)
     asked = parser.parse_args()
@@ -66,20 +69,42 @@ def main() -> int:
     copy_also_copy_files()
     create_mutants(1)
     config()  # is read from where we are
+    only = None
+    if asked.sample is not None:
+        sample = draw(work, asked.paths, asked.sample)
+        keep_also(work / "sample.json", sample)
+        only = {name for names in sample.values() for name in names}
     os.chdir(work / "mutants")
     sys.path.insert(0, str(work / "mutants"))
-    forks = Forks(work, asked.paths, time.monotonic() + asked.seconds)
+    forks = Forks(work, asked.paths, time.monotonic() + asked.seconds, only)
     options = ["--rootdir=.", "-q", "-p", "no:cacheprovider", "-p", "no:kvproof"]
     # A folder that no other pytest tidies up while this one runs.
     options += [f"--basetemp={work / 'tmp'}", "-o", "tmp_path_retention_policy=none"]
     code = pytest.main([*options, *asked.tests], [forks])
     os.chdir(work)
-    (work / "survivors.json").write_text(json.dumps(dict(survivors(work, asked.paths)), indent=1))
+    keep_also(work / "survivors.json", dict(survivors(work, asked.paths)))
     return int(code)
+
+
+def keep_also(file: Path, new: dict[str, Any]) -> None:
+    """In a file that may have others already."""
+    before = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(before | new, indent=1))
 
 
 def meta_of(work: Path, path: str) -> Path:
     return work / "mutants" / "kvproof" / f"{path}.meta"
+
+
+def draw(work: Path, paths: Sequence[str], count: int) -> dict[str, list[str]]:
+    """So many mutants of all files, by file: those whose names have the least digests."""
+    files = {path: json.loads(meta_of(work, path).read_text()) for path in paths}
+    names = [(name, path) for path in paths for name in files[path]["exit_code_by_key"]]
+    names.sort(key=lambda one: sha256(one[0].encode()).digest())
+    sample: dict[str, list[str]] = {path: [] for path in paths}
+    for name, path in names[:count]:
+        sample[path].append(name)
+    return sample
 
 
 def survivors(work: Path, paths: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -93,10 +118,14 @@ def survivors(work: Path, paths: Sequence[str]) -> Iterator[tuple[str, str]]:
 class Forks:
     """In place of pytest's loop over tests."""
 
-    def __init__(self, work: Path, paths: Sequence[str], deadline: float) -> None:
+    def __init__(
+        self, work: Path, paths: Sequence[str], deadline: float, only: set[str] | None
+    ) -> None:
         self.work = work
         self.paths = paths
         self.deadline = deadline
+        self.only = only
+        """Those to run, if not all."""
         self.items: dict[str, pytest.Item] = {}
         self.seconds: dict[str, float] = {}
         self.tests_of: dict[str, list[str]] = {}
@@ -156,6 +185,8 @@ class Forks:
         results = json.loads(meta.read_text())
         codes: dict[str, int | None] = results["exit_code_by_key"]
         todo = [name for name, code in codes.items() if code is None]
+        if self.only is not None:
+            todo = [name for name in todo if name in self.only]
         for number, name in enumerate(todo):
             if time.monotonic() > self.deadline:
                 break
@@ -201,7 +232,7 @@ class Forks:
             os.write(writing, killer.encode())
             os._exit(code)
         os.close(writing)
-        code = _exit_code(pid, 4 * cpu)
+        code = _exit_code(pid, PATIENCE * cpu)
         killer = os.read(reading, 10_000).decode()
         os.close(reading)
         print(f"{time.strftime('%X')} {code} {name} {killer}", flush=True)

@@ -2,10 +2,13 @@
 
     pip install 'mutmut==3.8.1'
     python benchmarks/mutation/run.py --work /tmp/mutation --page docs/mutation.md
+    python benchmarks/mutation/run.py --work /tmp/sample --sample 1000 --also /tmp/mutation ...
 
-It goes on where it was stopped: what the work folder has is not run again, but for mutants of
-functions that have changed, and if asked (``--again``: the tests have become better) for those that
-survived and are not explained.  mutmut makes the mutants and ``forks.py`` runs them.  A mutant is
+Files are run whole; or a sample of the mutants of some is drawn, of all others unless some are
+named.  It goes on where it was stopped: what the work folder has is not run again, but for mutants
+of functions that have changed, and if asked (``--again``: the tests have become better) for those
+that survived and are not explained.  The page tells what this folder and others (``--also``) have.
+mutmut makes the mutants and ``forks.py`` runs them.  A mutant is
 named by the path of its file, and the folders here are imported by another name than their paths
 say: so it works in a folder of links with the real layout.  What is to kill are the tests of what
 is mutated and those in ``kill/``.  A mutant is a change of one expression; one that survives is
@@ -26,6 +29,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from shares import wilson
 
 from kvproof.fuzz.faults import all_faults
 from kvproof.fuzz.search import search
@@ -56,15 +61,41 @@ UNIT_TESTS = (
     "test_merged_blocks.py",
     "test_order_pieces.py",
     "test_early_publication.py",
+    "test_isolation.py",
+    "test_prometheus.py",
+    "test_policies.py",
+    "test_prefix_cache.py",
+    "test_hits.py",
+    "test_tier_stories.py",
+    "test_engine_mutants.py",
+    "test_cap_bounds.py",
+    "test_tags.py",
+    "test_goals.py",
+    "test_vocabulary.py",
+    "test_books_mutants.py",
+    "test_checker_mutants.py",
+    "test_case_mutants.py",
+    "test_shadow_mutants.py",
 )
 """Of ``tests/``: those of what is mutated."""
 LEFT_OUT = (
+    "test_isolation.py::test_a_policy_that_swallows_every_interrupt_ends_the_process_and_is_named",
+    "test_isolation.py::test_a_machine_that_is_busy_with_others_is_no_hang",
+    "test_isolation.py::test_a_policy_that_recurses_for_ever_is_an_exception",
+    "test_isolation.py::test_a_policy_that_raises_is_told_with_its_name_and_place[policy3",
+    "test_isolation.py::test_a_policy_that_changes_its_state_is_a_mutation[deletes_an_attribute]",
+    "test_isolation.py::test_a_state_that_was_kept_cannot_be_asked",
     "test_eviction.py::test_a_policy_that_has_hung_once_is_not_waited_for_as_long_again",
     "test_tiers.py::test_faults_of_the_index_and_of_unwanted_copies_are_drawn",
     "test_tiers.py::test_what_goes_wrong_between_groups_is_found",
     "test_tiers.py::test_two_groups_are_driven",
+    "test_prefix_cache.py::test_another_policy_passes_all_checks_but_not_as_lru",
+    "test_prefix_cache.py::test_two_groups_pass_all_checks_and_a_fault_in_them_does_not",
+    "test_hits.py::test_remembered_hits_are_fresh",
+    "test_goals.py::test_a_search_of_seconds_meets_every_goal",
 )
-"""The first passes once in a process; the others are long searches, which the loop is as well."""
+"""The first end processes, go by the time that others take, need all of the stack or ask who is on
+it, or pass once in a process; the last are long searches, which the loop is as well."""
 PACKAGES = ("engine", "invariants", "kernels", "stateful_tests", "fuzz")
 PATHS = (
     "engine/pool.py",
@@ -73,6 +104,14 @@ PATHS = (
     "engine/steps.py",
     "engine/keys.py",
     "engine/scheduler.py",
+    "engine/policies/contiguous.py",
+    "engine/policies/fcfs.py",
+    "engine/policies/guaranteed_no_evict.py",
+    "engine/policies/max_utilization.py",
+    "engine/policies/orca.py",
+    "engine/policies/priority.py",
+    "engine/policies/static_batch.py",
+    "engine/policies/swapping.py",
     "engine/tiers/pool.py",
     "engine/tiers/storage.py",
     "engine/tiers/hierarchy.py",
@@ -87,7 +126,8 @@ PATHS = (
     "invariants/scheduling/checks/plan.py",
     "invariants/scheduling/checks/fit.py",
 )
-"""What is mutated unless other files are named."""
+"""What is run whole unless other files are named."""
+MUTATED = ("engine", "invariants")
 STATUS = {0: "survived", 1: "killed", 3: "killed", 5: "no tests", 33: "no tests", None: "not run"}
 """By the exit code of a mutant's tests; any other was ended by force: a time limit, a crash."""
 SETTINGS = """\
@@ -127,18 +167,30 @@ class Survivor(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("paths", nargs="*", default=PATHS, help="files, such as engine/pool.py")
+    parser.add_argument("paths", nargs="*", help="files, such as engine/pool.py")
     parser.add_argument("--work", type=Path, required=True, help="folder to work in, kept")
     parser.add_argument("--page", type=Path, required=True, help="Markdown file to write")
+    parser.add_argument("--sample", type=int, help="run only so many mutants, drawn at random")
+    parser.add_argument("--also", type=Path, action="append", default=[], help="told as well")
+    parser.add_argument("--only-page", action="store_true", help="run nothing, write the page")
     parser.add_argument("--seconds", type=float, help="stop then; the same command goes on")
     parser.add_argument("--again", action="store_true", help="run what survived before once more")
     asked = parser.parse_args(arguments)
     work = asked.work.resolve()
-    build(work, asked.paths)
-    if asked.again:
-        forget_survivors(work, asked.paths)
-    mutate(work, asked.paths, asked.seconds)
-    asked.page.write_text("\n".join(page(work, asked.paths)) + "\n", encoding="utf-8")
+    paths = asked.paths or (PATHS if asked.sample is None else others())
+    if not asked.only_page:
+        build(work, paths)
+        if asked.again:
+            forget_survivors(work, paths)
+        mutate(work, paths, asked.seconds, asked.sample)
+    told = page([work, *asked.also])
+    asked.page.write_text("\n".join(told) + "\n", encoding="utf-8")
+
+
+def others() -> list[str]:
+    """All files but those that are run whole."""
+    files = [str(path.relative_to(ROOT)) for top in MUTATED for path in (ROOT / top).rglob("*.py")]
+    return sorted({*files} - {*PATHS})
 
 
 def build(work: Path, paths: Sequence[str]) -> None:
@@ -154,7 +206,11 @@ def build(work: Path, paths: Sequence[str]) -> None:
     if any(path.startswith("invariants/") for path in paths):
         find_controls(work / "kill" / "cases")
     options = ["--import-mode=importlib", *(f"--deselect=kill/{name}" for name in LEFT_OUT)]
-    files = [f"kvproof/{path}" for path in paths]
+    before = {path for path in (*PATHS, *others()) if _meta(work, path).exists()}
+    for path in {*paths} - before:
+        # A copy that is not mutated is younger than its source, as those are that are up to date.
+        (work / "mutants" / "kvproof" / path).unlink(missing_ok=True)
+    files = [f"kvproof/{path}" for path in sorted({*paths} | before)]
     settings = SETTINGS.format(files=json.dumps(files), options=json.dumps(options))
     (work / "pyproject.toml").write_text(settings, encoding="utf-8")
     commits = work / "commits"
@@ -187,13 +243,14 @@ def find_controls(folder: Path) -> None:
             save_case(shrunk.case, path)
 
 
-def mutate(work: Path, paths: Sequence[str], seconds: float | None) -> None:
+def mutate(work: Path, paths: Sequence[str], seconds: float | None, sample: int | None) -> None:
     """Run the mutants that have not been run, for so long at most."""
     tests = [f"kill/{name}" for name in (*UNIT_TESTS, "test_loop.py")]
     if any(path.startswith("invariants/") for path in paths):
         tests.append("kill/test_controls.py")
-    limit = ["--seconds", str(seconds)] if seconds is not None else []
-    command = [sys.executable, str(HERE / "forks.py"), *limit]
+    command = [sys.executable, str(HERE / "forks.py")]
+    command += ["--seconds", str(seconds)] if seconds is not None else []
+    command += ["--sample", str(sample)] if sample is not None else []
     command += ["--tests", *tests, "--paths", *paths]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with (work / "forks.log").open("ab") as log:
@@ -221,9 +278,20 @@ def _results(work: Path, path: str) -> dict[str, Any]:
     return dict(json.loads(meta.read_text())) if meta.exists() else {}
 
 
+def drawn(work: Path, path: str) -> frozenset[str] | None:
+    """The mutants of a file that are in the sample; None if it is run whole."""
+    kept = work / "sample.json"
+    of_file = json.loads(kept.read_text()).get(path) if kept.exists() else None
+    codes = _results(work, path).get("exit_code_by_key", {}).values()
+    return None if of_file is None or None not in codes else frozenset(of_file)
+
+
 def statuses(work: Path, path: str) -> dict[str, str]:
-    """By mutant."""
+    """By mutant, of those that are to be run."""
     codes = _results(work, path).get("exit_code_by_key", {})
+    sample = drawn(work, path)
+    if sample is not None:
+        codes = {name: code for name, code in codes.items() if name in sample}
     return {name: STATUS.get(code, "ended by force") for name, code in codes.items()}
 
 
@@ -257,16 +325,97 @@ def explanations() -> dict[str, list[dict[str, Any]]]:
     return tomllib.loads((HERE / "explained.toml").read_text(encoding="utf-8"))
 
 
-def page(work: Path, paths: Sequence[str]) -> Iterator[str]:
+class OfFile(NamedTuple):
+    """The results of a file."""
+
+    path: str
+    mutants: int
+    sampled: bool
+    counts: Counter[str]
+    """By status, of what is run."""
+    survivors: Sequence[Survivor]
+
+    @property
+    def run(self) -> int:
+        return self.counts.total() - self.counts["not run"]
+
+    @property
+    def telling(self) -> list[Survivor]:
+        """Survivors that change more than words."""
+        return [one for one in self.survivors if not one.is_wording]
+
+    @property
+    def trials(self) -> int:
+        """What the score is of."""
+        return self.run - len(self.survivors) + len(self.telling)
+
+
+class Score(NamedTuple):
+    """Of all mutants of some files: how many matter and how many are killed, with the least and
+    the most that may be if some files are sampled."""
+
+    trials: float
+    killed: float
+    least: float
+    most: float
+
+    def __add__(self, other: tuple[float, ...]) -> Score:  # type: ignore[override]
+        return Score(*map(sum, zip(self, other, strict=True)))
+
+    def __str__(self) -> str:
+        if not self.trials:
+            return "–"
+        share, low, high = (round(100 * one / self.trials) for one in self[1:])
+        return f"{share} %" if self.least == self.most else f"{share} % ({low} to {high} %)"
+
+
+def of_files(works: Sequence[Path]) -> Iterator[OfFile]:
+    """From the first folder that has a file."""
+    for path in (*PATHS, *others()):
+        work = next((work for work in works if _meta(work, path).exists()), None)
+        if work is not None:
+            mutants = len(_results(work, path)["exit_code_by_key"])
+            counts = Counter(statuses(work, path).values())
+            sampled = drawn(work, path) is not None
+            yield OfFile(path, mutants, sampled, counts, list(survivors(work, path)))
+
+
+def score(files: Sequence[OfFile]) -> Score:
+    """Of those that are run whole as it is; what is sampled is taken for all of its mutants."""
+    total = Score(0, 0, 0, 0)
+    for sampled in (False, True):
+        for top in MUTATED:
+            some = [one for one in files if one.sampled == sampled and one.path.startswith(top)]
+            total += _score_of_all(some, sampled)
+    return total
+
+
+def _score_of_all(files: Sequence[OfFile], sampled: bool) -> Score:
+    trials, run = sum(one.trials for one in files), sum(one.run for one in files)
+    if not trials:
+        return Score(0, 0, 0, 0)
+    killed = trials - sum(len(one.telling) for one in files)
+    not_run = sum(one.counts["not run"] for one in files)
+    if not sampled:
+        return Score(trials, killed, killed, killed)
+    all_of_them = sum(one.mutants for one in files) * trials / run
+    # Of those not run it is open whether they survive: they live long.
+    least, _ = wilson(killed, trials + not_run)
+    _, most = wilson(killed + not_run, trials + not_run)
+    return Score(*(all_of_them * share for share in (1, killed / trials, least, most)))
+
+
+def page(works: Sequence[Path]) -> Iterator[str]:
     """The results in Markdown."""
     explained = explanations()
-    counts = {path: Counter(statuses(work, path).values()) for path in paths}
+    files = [one for one in of_files(works) if one.mutants]
+    whole, sampled = ([one for one in files if one.sampled == asked] for asked in (False, True))
     yield "# Mutation score"
     yield ""
-    named = "" if tuple(paths) == PATHS else f" {' '.join(paths)}"
-    yield f"Written by `python benchmarks/mutation/run.py --work FOLDER --page FILE.md{named}`,"
-    commits = (work / "commits").read_text().splitlines()
-    yield f"at commit {', '.join(commits)}."
+    more = ", and with `--sample N` what is sampled" if sampled else ""
+    yield f"Written by `python benchmarks/mutation/run.py --work FOLDER --page FILE.md`{more},"
+    commits = [line for work in works for line in (work / "commits").read_text().splitlines()]
+    yield f"at commit {', '.join(dict.fromkeys(commits))}."
     yield ""
     yield (
         "A mutant is a copy of a file with one expression changed.  It is killed by the tests of "
@@ -280,42 +429,80 @@ def page(work: Path, paths: Sequence[str]) -> Iterator[str]:
         "not change were not run again at the later ones."
     )
     yield ""
+    yield from _totals(files)
+    yield from _table("Run whole", whole)
+    yield from _table("Sampled", sampled)
+    open_ones = sum(
+        _why(survivor, explained.get(one.path, [])) is None
+        for one in files
+        for survivor in one.telling
+    )
+    not_run = sum(one.counts["not run"] for one in files)
+    yield f"Open: {open_ones} that survive and are not explained, {not_run} not run."
+    yield ""
+    for one in files:
+        yield from _of_file(one.path, one.telling, explained.get(one.path, []))
+
+
+def _totals(files: Sequence[OfFile]) -> Iterator[str]:
+    yield "| | files | mutants | run | survived | of these wording | score of all |"
+    yield "|---|---|---|---|---|---|---|"
+    for tops in (*([top] for top in MUTATED), MUTATED):
+        some = [one for one in files if one.path.startswith(tuple(tops))]
+        survived = sum(len(one.survivors) for one in some)
+        wording = survived - sum(len(one.telling) for one in some)
+        cells = (
+            " and ".join(f"{top}/" for top in tops),
+            f"{len(some)}",
+            f"{sum(one.mutants for one in some):,}",
+            f"{sum(one.run for one in some):,}",
+            f"{survived}",
+            f"{wording}",
+            f"{score(some)}",
+        )
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+    if any(one.sampled for one in files):
+        yield (
+            "Some files are run whole; of the others a sample was drawn, and stands for all of "
+            "their mutants.  Drawn are those whose names have the least digests: no one chooses "
+            "them, and a larger sample contains a smaller one.  In brackets: Wilson's interval, of "
+            "95 %, wherever those that were drawn and not run would lie."
+        )
+        yield ""
+
+
+def _table(title: str, files: Sequence[OfFile]) -> Iterator[str]:
+    if not files:
+        return
+    yield f"## {title}"
+    yield ""
     yield "| file | mutants | run | killed | ended by force | survived | of these wording | score |"
     yield "|---|---|---|---|---|---|---|---|"
-    told = {path: list(survivors(work, path)) for path in paths}
-    for path in paths:
-        yield _row(path, counts[path], told[path])
-    total = sum(counts.values(), Counter[str]())
-    yield _row("all", total, [one for path in paths for one in told[path]])
+    for one in files:
+        yield _row(one.path, [one])
+    yield _row("all", files)
     yield ""
-    open_ones = sum(
-        not one.is_wording and _why(one, explained.get(path, [])) is None
-        for path in paths
-        for one in told[path]
-    )
-    yield f"Open: {open_ones} that survive and are not explained, {total['not run']} not run."
-    yield ""
-    for path in paths:
-        yield from _of_file(path, told[path], explained.get(path, []))
 
 
-def _row(path: str, counts: Counter[str], survived: Sequence[Survivor]) -> str:
-    run = counts.total() - counts["not run"]
-    wording = sum(one.is_wording for one in survived)
-    score = f"{100 * (run - len(survived)) / (run - wording):.0f} %" if run > wording else "–"
-    cells = (counts.total(), run, counts["killed"], counts["ended by force"], len(survived))
-    return f"| {path} | {' | '.join(map(str, cells))} | {wording} | {score} |"
+def _row(name: str, files: Sequence[OfFile]) -> str:
+    counts = sum((one.counts for one in files), Counter[str]())
+    mutants, run = sum(one.mutants for one in files), sum(one.run for one in files)
+    taken = f"{counts.total()} of {mutants}" if files[0].sampled else f"{mutants}"
+    survived = sum(len(one.survivors) for one in files)
+    wording = survived - sum(len(one.telling) for one in files)
+    cells = (taken, run, counts["killed"], counts["ended by force"], survived)
+    return f"| {name} | {' | '.join(map(str, cells))} | {wording} | {score(files)} |"
 
 
 def _of_file(
     path: str, survived: Sequence[Survivor], explained: Sequence[dict[str, Any]]
 ) -> Iterator[str]:
-    telling = [one for one in survived if not one.is_wording]
-    if not telling:
+    if not survived:
         return
     yield f"## {path}"
     yield ""
-    for one in telling:
+    for one in survived:
         why = _why(one, explained) or "**not explained**"
         yield f"- `{one.function}`: `{one.before}` → `{one.after}`: {why}"
     yield ""
