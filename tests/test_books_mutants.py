@@ -6,6 +6,7 @@ the words of operations and events mean (see docs/mutation.md).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,17 +37,19 @@ from kvproof.invariants.operations import (
     Decode,
     Fork,
     Grow,
+    Notify,
     Preempt,
     Reserve,
     Reset,
     Resume,
     Segment,
 )
-from kvproof.invariants.outcomes import Outcome
+from kvproof.invariants.outcomes import HIT_PENDING, Outcome
 from kvproof.invariants.request_books import Figures, RequestModel
 from kvproof.invariants.slot_books import TierBooks, TransferModel
 from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.invariants.tags import Tags
+from kvproof.invariants.tier_goals import TierGoals
 
 SIZES = (2, 4)
 KEYS = [bytes([number]) for number in range(9)]
@@ -730,3 +733,22 @@ def test_transfers_to_and_from_the_disk_are_known() -> None:
     kinds = ("store", "demote", "fetch", "promote", "swap_out", "swap_in")
     on_disk = [kind for kind in kinds if moved(kind, None).on_disk]
     assert on_disk == ["demote", "fetch"]
+
+
+def test_the_device_has_no_slots_of_lower_tiers() -> None:
+    books = Books(
+        Configuration(blocks=8, host_blocks=3, disk_blocks=3, offload="both"), Semantics(tiers=True)
+    )
+    assert books.tiers is not None
+    assert [len(books.tiers.of(tier)) for tier in ("device", "host", "disk")] == [0, 1, 1]
+
+
+def test_what_tiers_answer_is_counted_each_time_and_without_a_copy_too() -> None:
+    books = Books(Configuration(blocks=8, host_blocks=3, offload="prefix"), Semantics(tiers=True))
+    assert books.tiers is not None
+    hits: Counter[str] = Counter()
+    goals = TierGoals(books, books.tiers, hits)
+    for lookup in (HIT_PENDING, HIT_PENDING, ""):
+        goals._admit(Admit((Segment(0, 4),)), Outcome("done", lookup=lookup))
+    goals._notify(Notify(), Outcome("done"))
+    assert +hits == {"hit-on-pending": 2}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvproof.invariants.case import Case, dump_case, parse_case
 from kvproof.invariants.events import Event
+from kvproof.invariants.goals import Goal, _goal
+from kvproof.invariants.operations import Arrive, Segment
+from kvproof.invariants.scheduling.goals import _goal as _scheduling_goal
 from kvproof.invariants.scheduling.story import iterations_story
 from kvproof.invariants.scheduling.vocabulary import (
     Completed,
@@ -58,6 +62,10 @@ def plan(number: int, *parts: Part, **more: tuple[int, ...]) -> Scheduled:
             RequestArrived(1, 0, 4, 9, 3, 2),
             "r1 arrives (4 prompt tokens, at most 9 output, 2 samples, priority 2)",
         ),
+        (
+            RequestArrived(2, 0, 4, 9, 3, 0),
+            "r2 arrives (4 prompt tokens, at most 9 output, adapter 3)",
+        ),
         (plan(5), "iteration 5 runs nothing"),
         (
             plan(5, Part(0, 4, 0), Part(3, 1, 1), Part(2, 2, 2), admitted=(0,), resumed=(3,)),
@@ -81,7 +89,9 @@ def plan(number: int, *parts: Part, **more: tuple[int, ...]) -> Scheduled:
     ],
 )
 def test_each_event_of_a_scheduler_is_told_in_a_clause(event: Event, clause: str) -> None:
-    assert iterations_story([event], {1: 2}) == clause
+    prompt = (Segment(1, 4),)
+    arrivals = {0: Arrive(prompt), 1: Arrive(prompt, samples=2), 2: Arrive(prompt, adapter=3)}
+    assert iterations_story([event], arrivals) == clause
 
 
 def test_iterations_that_did_the_same_are_told_once_and_the_latest_clauses_only() -> None:
@@ -94,3 +104,16 @@ def test_iterations_that_did_the_same_are_told_once_and_the_latest_clauses_only(
         *(f"r{number} is aborted" for number in range(2, 16)),
     ]
     assert len(iterations_story(arrivals[:14], {}).split("; ")) == 14
+
+
+@pytest.mark.parametrize("goal", [_goal, _scheduling_goal])
+def test_a_goal_needs_the_operations_that_it_names(goal: Callable[..., Goal]) -> None:
+    needing = goal("both", "both are there", "admit", "fork", rare=True)
+    assert needing == Goal("both", "both are there", frozenset({"admit", "fork"}), rare=True)
+    assert not goal("one", "one is there", "admit").rare
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_who_has_chunks_of_another_size_is_named(tier: str) -> None:
+    with pytest.raises(ValueError, match=f"{tier} units of 8 tokens, device blocks of 4"):
+        Configuration(blocks=4, block_size=4, **{f"{tier}_unit_tokens": 8})

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
 
 from kvproof.engine.engine import Engine
+from kvproof.invariants.books import Books
 from kvproof.invariants.checker import (
     AUDITED_SHARE,
     SETTLED_EVERY,
@@ -21,12 +23,27 @@ from kvproof.invariants.checker import (
     audit_interval,
     settlement_interval,
 )
+from kvproof.invariants.checks.atom import Atom
 from kvproof.invariants.checks.ref import Ref
 from kvproof.invariants.events import BlocksReleased
-from kvproof.invariants.operations import Admit, AnyOperation, Finish, Grow, Retire, Segment
+from kvproof.invariants.operations import (
+    Admit,
+    AnyOperation,
+    Arrive,
+    Finish,
+    Grow,
+    Offload,
+    Retire,
+    Segment,
+)
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check
-from kvproof.invariants.subject import Configuration
+from kvproof.invariants.scheduling.books import SchedulingBooks
+from kvproof.invariants.scheduling.checks.live import Live
+from kvproof.invariants.scheduling.checks.progress import Progress
+from kvproof.invariants.scheduling.view import SchedulerView
+from kvproof.invariants.scheduling.vocabulary import Completed, Limits, Promises, RequestArrived
+from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.invariants.verdict import Violation
 from kvproof.stateful_tests.subjects.engine import EngineSubject
 
@@ -206,3 +223,52 @@ def test_an_audit_that_stumbles_is_excused_by_what_is_wrong() -> None:
     world.witness.wrong = True
     seen = world.checker.audit()
     assert {(violation.property, violation.op) for violation in seen} == {("REF", 0)}
+
+
+def test_who_looks_at_copies_is_not_remembered_from_where_nothing_is_below() -> None:
+    below = Configuration(blocks=8, requests=4, host_blocks=4, offload="prefix")
+    alone, with_host = World(Atom), World(Atom, configuration=below)
+    assert alone.witness.semantics == with_host.witness.semantics
+    looks = [world.checker._looks(Offload, "refused") for world in (alone, with_host)]
+    assert looks == [((), (0,)), ((0,), (0,))]
+
+
+def scheduling_books() -> SchedulingBooks:
+    configuration = Configuration(blocks=8)
+    return SchedulingBooks(Limits(), Promises(), configuration, Books(configuration, Semantics()))
+
+
+def test_who_is_preempted_over_and_over_is_named() -> None:
+    seen: list[Violation] = []
+    Live(scheduling_books(), cast(SchedulerView, None), seen.append)._ping_pong(3)
+    assert [(violation.property, violation.request) for violation in seen] == [("LIVE", 3)]
+
+
+@pytest.mark.parametrize(
+    ("arrived", "says"),
+    [
+        (RequestArrived(5, 0, 7, 2, 2, 0), "arrived with 7 prompt tokens and priority 0"),
+        (RequestArrived(5, 0, 4, 9, 3, 0), "arrived to stop at 3 of at most 9 output tokens"),
+    ],
+)
+def test_who_arrives_otherwise_than_sent_is_named(arrived: RequestArrived, says: str) -> None:
+    seen: list[Violation] = []
+    books: Any = scheduling_books()
+    sent = Arrive((Segment(0, 4),), output=2, max_tokens=2)
+    books.live[5] = SimpleNamespace(id=5, arrival=sent)
+    Progress(books, cast(SchedulerView, None), seen.append)._arrived(arrived)
+    assert [violation.request for violation in seen] == [5]
+    assert says in seen[0].message
+
+
+def test_what_is_computed_of_whom_the_cache_does_not_know_is_told() -> None:
+    seen: list[Violation] = []
+    books: Any = scheduling_books()
+    request = SimpleNamespace(id=5, ended=False, epoch=0, cache_request=9, computed=3)
+    books.retired = [SimpleNamespace(request=request, epoch=0)]
+    progress = Progress(books, cast(SchedulerView, None), seen.append)
+    progress._completed(cast(Completed, None))
+    assert [violation.request for violation in seen] == [5]
+    assert seen[0].message == (
+        "3 tokens of request 5 are computed, but in the cache it is not there"
+    )

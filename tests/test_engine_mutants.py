@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvproof.engine import isolation
 from kvproof.engine.arithmetic import capacity_blocks
@@ -22,6 +23,7 @@ from kvproof.engine.clock import CostModel, VirtualClock
 from kvproof.engine.engine import Engine
 from kvproof.engine.isolation import TimeLimit
 from kvproof.engine.job import Job, job_times
+from kvproof.engine.keys import block_key
 from kvproof.engine.policies.contiguous import ContiguousReservation
 from kvproof.engine.policies.priority import StrictPriority
 from kvproof.engine.policies.static_batch import StaticBatch
@@ -50,7 +52,7 @@ from kvproof.invariants.operations import (
     Schedule,
     Segment,
 )
-from kvproof.invariants.outcomes import HIT_PENDING
+from kvproof.invariants.outcomes import HIT_PENDING, OFFLOAD_OFF, Outcome
 from kvproof.invariants.scheduling.vocabulary import PlanRejected
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.subjects.scheduler import SchedulerSubject
@@ -65,6 +67,12 @@ def a_request(tokens: int, block_size: int = 4) -> Request:
 def test_there_are_keys_of_as_many_blocks_as_are_asked_for(block_size: int) -> None:
     request = a_request(tokens=8, block_size=block_size)
     assert len(request.block_keys(0, 2)) == 1 + 2
+
+
+def test_a_key_is_of_the_tokens_alone_where_no_media_are() -> None:
+    request = a_request(tokens=4)
+    root, key = request.block_keys(0, 1)
+    assert key == block_key(root, request.tokens, b"")
 
 
 def test_who_names_no_tenant_and_no_adapter_has_number_0() -> None:
@@ -228,6 +236,26 @@ def subject_of(reader: Reader, **more: Any) -> SchedulerSubject:
     )
 
 
+class Keeper(Reader):
+    """Keeps the state itself, and what it says in short."""
+
+    def plan(self, state: SchedulerState) -> Plan:
+        self.kept, self.summary = state, state.summary()  # type: ignore[attr-defined]
+        return super().plan(state)
+
+
+def test_a_state_is_told_in_short_and_is_of_no_use_later() -> None:
+    keeper = Keeper(Plan())
+    subject = subject_of(keeper)
+    for source in range(6):
+        subject.apply(Arrive((Segment(source, 8),), output=1))
+    subject.apply(Schedule())
+    assert "6 waiting; r0 (waiting, 8+0 tokens" in keeper.summary
+    assert [f"r{number} (" in keeper.summary for number in (3, 4)] == [True, False]
+    with pytest.raises(RuntimeError, match="valid during its own call of plan only"):
+        keeper.kept.blocks_for(keeper.kept.waiting[0], 1)
+
+
 def test_a_policy_is_shown_what_there_is() -> None:
     """When it is asked for the last time, two blocks belong to the step that carries the one that
     was preempted, and a copy has two of the one that has finished."""
@@ -358,6 +386,56 @@ def test_who_has_to_give_up_its_own_blocks_is_not_run() -> None:
     draft = Draft(a_state(free_blocks=0, running=(alone,)))
     assert not draft.run_preempting(alone)
     assert draft.plan() == Plan(preempt=(0,))
+
+
+def test_tokens_may_be_bounded_for_who_enters_and_for_who_runs_on() -> None:
+    draft = Draft(a_state(free_blocks=9))
+    assert draft.run(PREFILLING, tokens=3)
+    assert draft.run(RequestState(1, "waiting", 0, 0, 4, 9, pending_tokens=4), tokens=2)
+    assert draft.plan() == Plan(((0, 3), (1, 2)))
+
+
+def test_the_last_token_of_the_budget_admits_somebody() -> None:
+    draft = Draft(a_state(limits=Limits(token_budget=1)))
+    assert draft.run(RequestState(1, "waiting", 0, 0, 1, 9, pending_tokens=1))
+    assert draft.tokens_left == 0
+
+
+HALF_FULL = RequestState(
+    0, "running", 0, 0, 16, 9, computed_tokens=2, pending_tokens=14, held_blocks=1
+)
+
+
+def test_who_has_room_in_its_own_block_needs_none_that_is_free() -> None:
+    draft = Draft(a_state(free_blocks=0))
+    assert draft.run(HALF_FULL)
+    assert draft.plan() == Plan(((0, 2),))
+
+
+WANTING = [
+    (PREFILLING, True, 0, True),
+    (PREFILLING, True, 1, False),
+    (PREFILLING, False, 2, True),
+    (PREFILLING, False, 3, False),
+    (HALF_FULL, True, 0, False),
+    (HALF_FULL, False, 3, False),
+]
+"""Who, whether it may be chunked, the free blocks, and whether more are wanted."""
+
+
+@pytest.mark.parametrize(("request_", "chunked", "free", "wants"), WANTING)
+def test_blocks_are_wanted_if_not_even_the_least_that_may_be_run_has_them(
+    request_: RequestState, chunked: bool, free: int, wants: bool
+) -> None:
+    limits = Limits(token_budget=99, chunked_prefill=chunked)
+    draft = Draft(a_state(free_blocks=free, limits=limits))
+    assert draft._wants_blocks(request_) is wants
+
+
+def test_what_is_in_flight_when_it_is_preempted_gives_its_blocks_back_later() -> None:
+    draft = Draft(a_state(fenced_blocks=1))
+    assert draft.preempt(replace(PREFILLING, in_flight=True))
+    assert draft._coming_blocks == 1 + 1
 
 
 def test_who_sleeps_does_not_compute_and_is_waited_for() -> None:
@@ -503,6 +581,26 @@ def test_what_a_crash_has_left_beside_the_index_is_not_part_of_it(tmp_path: Path
     assert index.stat().st_size == size
 
 
+def test_files_of_a_disk_tier_are_nobody_elses(tmp_path: Path) -> None:
+    DiskFile(tmp_path, **SIZES).close()
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
+def test_all_that_no_note_was_taken_of_is_owed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space")
+
+    file = DiskFile(tmp_path, **(SIZES | {"slots": 2}))
+    monkeypatch.setattr(file, "_note", full)
+    for slot in (0, 1):
+        with pytest.raises(OSError, match="no space"):
+            file.put([slot], [bytes(32)], [bytes(file.payload_bytes)])
+    assert {*file._owed} == {0, 1}
+    file.close()
+
+
 ROWS = [
     ("", "1234", "", "4", (True, False)),  # the disk has nothing that the host lacks
     ("", "1", "", "2", (True, True)),
@@ -533,3 +631,36 @@ def test_the_next_rows_are_those_that_no_faster_tier_has(
     pools[1].pending.update(indexes[2])
     subject.scheduler.engine.hierarchy.disk[0].index.update(indexes[3])
     assert offloader._next_rows(job) == expected
+
+
+def test_what_a_policy_gave_is_quoted_in_80_characters() -> None:
+    quoted = [isolation._short("x" * length) for length in (78, 79)]
+    assert [len(text) for text in quoted] == [80, 78]
+    assert quoted[1].endswith("…")
+
+
+def test_nothing_is_promoted_where_nothing_is_below() -> None:
+    engine = Engine(Configuration(blocks=8, block_size=4))
+    request = engine.prepare(array("I", range(9)))
+    assert engine.promote(request, "device") == Outcome("refused", OFFLOAD_OFF)
+
+
+def test_who_names_no_tier_means_the_device() -> None:
+    assert Engine(Configuration(blocks=8)).evict(1) == Outcome("done", count=0)
+
+
+def test_all_that_is_below_is_promoted_unless_fewer_are_wanted() -> None:
+    engine = Engine(Configuration(blocks=8, block_size=4, host_blocks=4, offload="prefix"))
+    engine.admit(array("I", range(9)))
+    engine.launch(0)
+    engine.retire()
+    engine.finish(engine.requests[0])
+    hierarchy = engine.hierarchy
+    assert hierarchy is not None
+    hierarchy.offload("host", 0, 0)
+    for transfer in list(hierarchy.transfers.values()):
+        hierarchy.complete(transfer)
+    engine.evict(8)
+    engine.promote(engine.prepare(array("I", range(9))), "device")
+    (started,) = hierarchy.transfers.values()
+    assert len(started.targets) == 2

@@ -82,9 +82,12 @@ def work(run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def test_what_survived_unexplained_is_run_again_if_asked(run: ModuleType, work: Path) -> None:
-    run.forget_survivors(work, ["engine/pool.py", "engine/keys.py"])
+    run.mark_survivors(work, ["engine/pool.py", "engine/keys.py"])
+    codes = run._results(work, "engine/pool.py")["exit_code_by_key"].values()
+    assert list(codes) == [1, -24, None, 0, 0, run.AGAIN]
+    # Until then it is one that survived.
     now = list(run.statuses(work, "engine/pool.py").values())
-    expected = ["killed", "ended by force", "not run", "survived", "survived", "not run"]
+    expected = ["killed", "ended by force", "not run", "survived", "survived", "survived"]
     assert now == expected
     assert run.statuses(work, "engine/keys.py") == {}
 
@@ -92,8 +95,8 @@ def test_what_survived_unexplained_is_run_again_if_asked(run: ModuleType, work: 
 def test_the_page_counts_and_explains(run: ModuleType, work: Path) -> None:
     text = "\n".join(run.page([work]))
     assert "| engine/pool.py | 6 | 5 | 1 | 1 | 3 | 1 | 50 % |" in text
-    assert "| engine/ and invariants/ | 1 | 6 | 5 | 3 | 1 | 50 % |" in text
-    assert "| invariants/ | 0 | 0 | 0 | 0 | 0 | – |" in text
+    assert "| engine/ and invariants/ | 1 | 6 | 5 | 3 | 1 | 50 % | – | 50 % |" in text
+    assert "| invariants/ | 0 | 0 | 0 | 0 | 0 | – | – | – |" in text
     assert "## Sampled" not in text
     assert "at commit abc1234, def5678 with changes." in text
     assert "Open: 1 that survive and are not explained, 1 not run." in text
@@ -102,46 +105,92 @@ def test_the_page_counts_and_explains(run: ModuleType, work: Path) -> None:
     assert "NO ROOM" not in text
 
 
+LIFE = "kvproof.invariants.checks.life.x_f__mutmut_{}".format
+
+
 def put_sample(work: Path, killed: int, mutants: int, survivors: int = 0) -> None:
-    """A file of the checks of which a tenth was drawn, and all that was drawn was run."""
-    name = "kvproof.invariants.checks.life.x_f__mutmut_{}".format
-    codes = dict.fromkeys([name(number) for number in range(mutants)])
+    """A file of the checks of which a part was drawn, and all that was drawn was run once."""
+    codes = dict.fromkeys(map(LIFE, range(mutants)))
     drawn = list(codes)[: killed + survivors]
-    codes |= {one: int(number < killed) for number, one in enumerate(drawn)}
-    meta = work / "mutants" / "kvproof" / "invariants" / "checks" / "life.py.meta"
-    meta.parent.mkdir(parents=True)
-    meta.write_text(json.dumps({"exit_code_by_key": codes}))
+    first = {one: int(number < killed) for number, one in enumerate(drawn)}
+    put_codes(work, codes | first)
+    (work / "first.json").write_text(json.dumps(first))
     (work / "sample.json").write_text(json.dumps({"invariants/checks/life.py": drawn}))
     (work / "commits").write_text("abc1234")
 
 
-def test_a_sample_stands_for_all_mutants_of_its_files(
+def put_codes(work: Path, codes: dict[str, int | None]) -> None:
+    meta = work / "mutants" / "kvproof" / "invariants" / "checks" / "life.py.meta"
+    meta.parent.mkdir(parents=True, exist_ok=True)
+    meta.write_text(json.dumps({"exit_code_by_key": codes}))
+
+
+def codes_of(run: ModuleType, work: Path) -> dict[str, int | None]:
+    return dict(run._results(work, "invariants/checks/life.py")["exit_code_by_key"])
+
+
+def test_a_sample_stands_for_what_was_not_drawn(
     run: ModuleType, work: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Found in another folder: 15 of 20 were killed, which are 150 of 200 in all."""
+    """Found in another folder: 15 of 20 were killed, so 135 of 180 others would be."""
     another = tmp_path_factory.mktemp("another")
     put_sample(another, killed=15, mutants=200, survivors=5)
     text = "\n".join(run.page([work, another]))
     assert "| engine/pool.py | 6 | 5 | 1 | 1 | 3 | 1 | 50 % |" in text
+    row = "| invariants/checks/life.py | 20 of 200 | 20 | 15 | 0 | 5 | 0 | 75 % | 15 of 20, 75 % |"
+    assert row in text
+    # With the interval, 53 to 89 % of 180: 96 to 160; and 15 of 20, and 2 of 4 of the other file.
     assert (
-        "| invariants/checks/life.py | 20 of 200 | 20 | 15 | 0 | 5 | 0 | 75 % (53 to 89 %) |"
+        "| invariants/ | 1 | 200 | 20 | 5 | 0 | 75 % | 75 % (53 to 89 %) | 75 % (55 to 87 %)"
         in text
     )
-    # Of 4 and 200 that matter: 2 and 150 killed, and with the interval, 2 and 106 to 177.
-    assert "| engine/ and invariants/ | 2 | 206 | 25 | 8 | 1 | 75 % (53 to 88 %) |" in text
+    all_of_them = "| engine/ and invariants/ | 2 | 206 | 25 | 8 | 1 | 71 % | 75 % (53 to 89 %) |"
+    assert f"{all_of_them} 75 % (55 to 87 %) |" in text
     assert "at commit abc1234, def5678 with changes." in text
+    assert "was not kept" not in text
+
+
+def test_tests_written_for_survivors_do_not_change_what_is_estimated(
+    run: ModuleType, tmp_path: Path
+) -> None:
+    """All five survivors are killed by now: this says nothing of the other 180."""
+    put_sample(tmp_path, killed=15, mutants=200, survivors=5)
+    put_codes(
+        tmp_path, dict.fromkeys(map(LIFE, range(200))) | dict.fromkeys(map(LIFE, range(20)), 1)
+    )
+    text = "\n".join(run.page([tmp_path]))
+    row = "| invariants/checks/life.py | 20 of 200 | 20 | 20 | 0 | 0 | 0 | 100 % | 15 of 20, 75 % |"
+    assert row in text
+    total = "| invariants/ | 1 | 200 | 20 | 0 | 0 | 100 % | 75 % (53 to 89 %) | 78 % (58 to 90 %) |"
+    assert total in text
+
+
+def test_what_is_not_known_of_the_first_run_is_no_part_of_the_estimate(
+    run: ModuleType, tmp_path: Path
+) -> None:
+    """Of those ten that are known, five survived."""
+    put_sample(tmp_path, killed=15, mutants=200, survivors=5)
+    known = {LIFE(number): int(number < 15) for number in range(10, 20)}
+    (tmp_path / "first.json").write_text(json.dumps(known))
+    text = "\n".join(run.page([tmp_path]))
+    row = "| invariants/checks/life.py | 20 of 200 | 20 | 15 | 0 | 5 | 0 | 75 % | 5 of 10, 50 % |"
+    assert row in text
+    assert "Of 10 of the sample the first result was not kept" in text
+    (tmp_path / "first.json").unlink()
+    text = "\n".join(run.page([tmp_path]))
+    assert "| invariants/ | 1 | 200 | 20 | 5 | 0 | 75 % | – | 75 % |" in text
 
 
 def test_what_was_drawn_and_not_run_may_survive_or_not(run: ModuleType, tmp_path: Path) -> None:
-    """Of 20 drawn, 15 were killed; so 15 to 20, and Wilson's interval beyond."""
+    """Of 20 drawn, 15 were killed; so 15 to 20, and Wilson's interval beyond.  Half of them are
+    taken to be killed."""
     put_sample(tmp_path, killed=15, mutants=200, survivors=5)
-    meta = tmp_path / "mutants" / "kvproof" / "invariants" / "checks" / "life.py.meta"
-    codes = json.loads(meta.read_text())["exit_code_by_key"]
-    open_ones = {name: code or None for name, code in codes.items()}
-    meta.write_text(json.dumps({"exit_code_by_key": open_ones}))
+    put_codes(tmp_path, {name: code or None for name, code in codes_of(run, tmp_path).items()})
+    first = {LIFE(number): 1 for number in range(15)}
+    (tmp_path / "first.json").write_text(json.dumps(first))
     text = "\n".join(run.page([tmp_path]))
-    row = "| invariants/checks/life.py | 20 of 200 | 15 | 15 | 0 | 0 | 0 | 100 % (53 to 100 %) |"
-    assert row in text
+    total = "| invariants/ | 1 | 200 | 15 | 0 | 0 | 100 % | 88 % (53 to 100 %) |"
+    assert total in text
     assert "Open: 0 that survive and are not explained, 5 not run." in text
 
 
@@ -224,6 +273,21 @@ def test_a_larger_sample_contains_a_smaller_one(run: ModuleType, tmp_path: Path)
     run_forks(run, tmp_path, "--sample", "2")
     assert run.drawn(tmp_path, "engine/one.py") is None, "that is all of them"
     assert sorted(run.statuses(tmp_path, "engine/one.py").values()) == ["killed", "survived"]
+
+
+def test_the_first_result_is_kept(run: ModuleType, tmp_path: Path) -> None:
+    """A better test kills what has survived, and at first it had survived."""
+    put_code(run, tmp_path)
+    run_forks(run, tmp_path)
+    first = json.loads((tmp_path / "first.json").read_text())
+    assert sorted(first.values()) == [0, 1]
+    run.mark_survivors(tmp_path, ["engine/one.py"])
+    test = tmp_path / "kill" / "test_one.py"
+    test.write_text(test.read_text().replace("> 5", "== 6"))
+    (tmp_path / "mutants" / "kill" / "test_one.py").write_text(test.read_text())
+    run_forks(run, tmp_path)
+    assert [*run.statuses(tmp_path, "engine/one.py").values()] == ["killed", "killed"]
+    assert json.loads((tmp_path / "first.json").read_text()) == first
 
 
 def code_of(path: str) -> dict[str, str]:

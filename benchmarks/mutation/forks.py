@@ -7,7 +7,8 @@ tests are collected once; each is run once on what is not mutated, to learn whic
 meets and how long it takes.  A mutant then costs a fork and those tests that meet its function:
 first those that have killed others near it, then those that survivors led to, then the quickest.
 Mutants that live long are put off until all others have been run.  Results are kept where mutmut
-keeps its own.
+keeps its own, and in ``first.json`` the first of each: the only ones that better tests, written
+for mutants that survived, have not made better.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from mutmut.mutation.diff_apply import get_diff_for_mutant
 from mutmut.mutation.trampoline import set_mutant_under_test
 from mutmut.state import state
 
-KILLED, SURVIVED, NO_TESTS, PUT_OFF = 1, 0, 33, 77
-"""Exit codes, as mutmut has them but for the last; below zero: the signal that ended it."""
+KILLED, SURVIVED, NO_TESTS, AGAIN, PUT_OFF = 1, 0, 33, 76, 77
+"""Exit codes, as mutmut has them but for the last two: one that survived and is to be run again,
+and one that lives long.  Below zero: the signal that ended it."""
 SOON = 1.0
 """So many CPU seconds each mutant gets at first."""
 PATIENCE = 20.0
@@ -89,7 +91,9 @@ def main() -> int:
 def keep_also(file: Path, new: dict[str, Any]) -> None:
     """In a file that may have others already."""
     before = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps(before | new, indent=1))
+    kept = file.with_suffix(".new")
+    kept.write_text(json.dumps(before | new, indent=1))
+    kept.replace(file)
 
 
 def meta_of(work: Path, path: str) -> Path:
@@ -134,6 +138,8 @@ class Forks:
         self.kills: dict[str, Counter[str]] = {}
         """By module."""
         self.wrong: list[str] = []
+        self.first: dict[str, int] = {}
+        """The code of each mutant when it was run first."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -184,19 +190,23 @@ class Forks:
         meta = meta_of(self.work, path)
         results = json.loads(meta.read_text())
         codes: dict[str, int | None] = results["exit_code_by_key"]
-        todo = [name for name, code in codes.items() if code is None]
+        todo = [name for name, code in codes.items() if code in (None, AGAIN)]
         if self.only is not None:
             todo = [name for name in todo if name in self.only]
         for number, name in enumerate(todo):
             if time.monotonic() > self.deadline:
                 break
             code = self.run(name, limit)
-            codes[name] = None if code == PUT_OFF else code
+            if code != PUT_OFF:
+                if codes[name] is None:
+                    self.first[name] = code
+                codes[name] = code
             if number % KEEP_EVERY == 0:
                 self._keep(meta, results)
         self._keep(meta, results)
 
     def _keep(self, meta: Path, results: dict[str, Any]) -> None:
+        keep_also(self.work / "first.json", self.first)
         new = meta.with_suffix(".new")
         new.write_text(json.dumps(results, indent=4))
         new.replace(meta)

@@ -7,12 +7,15 @@
 Files are run whole; or a sample of the mutants of some is drawn, of all others unless some are
 named.  It goes on where it was stopped: what the work folder has is not run again, but for mutants
 of functions that have changed, and if asked (``--again``: the tests have become better) for those
-that survived and are not explained.  The page tells what this folder and others (``--also``) have.
-mutmut makes the mutants and ``forks.py`` runs them.  A mutant is
-named by the path of its file, and the folders here are imported by another name than their paths
-say: so it works in a folder of links with the real layout.  What is to kill are the tests of what
-is mutated and those in ``kill/``.  A mutant is a change of one expression; one that survives is
-explained in ``explained.toml``, or is a wish for a better check.
+that survived and are not explained.  What was not drawn is estimated by what mutants of the sample
+did when they were run first: tests that their survivors led to say nothing of others.  The page
+tells what this folder and others (``--also``) have.
+
+mutmut makes the mutants and ``forks.py`` runs them.  A mutant is named by the path of its file, and
+the folders here are imported by another name than their paths say: so it works in a folder of links
+with the real layout.  What is to kill are the tests of what is mutated and those in ``kill/``.  A
+mutant is a change of one expression; one that survives is explained in ``explained.toml``, or is a
+wish for a better check.
 """
 
 from __future__ import annotations
@@ -128,8 +131,19 @@ PATHS = (
 )
 """What is run whole unless other files are named."""
 MUTATED = ("engine", "invariants")
-STATUS = {0: "survived", 1: "killed", 3: "killed", 5: "no tests", 33: "no tests", None: "not run"}
+AGAIN = 76
+"""Code of one that survived and is to be run again."""
+STATUS = {
+    None: "not run",
+    0: "survived",
+    AGAIN: "survived",
+    1: "killed",
+    3: "killed",
+    5: "no tests",
+    33: "no tests",
+}
 """By the exit code of a mutant's tests; any other was ended by force: a time limit, a crash."""
+ALIVE = ("survived", "no tests")
 SETTINGS = """\
 [tool.mutmut]
 source_paths = ["kvproof/engine", "kvproof/invariants"]
@@ -181,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not asked.only_page:
         build(work, paths)
         if asked.again:
-            forget_survivors(work, paths)
+            mark_survivors(work, paths)
         mutate(work, paths, asked.seconds, asked.sample)
     told = page([work, *asked.also])
     asked.page.write_text("\n".join(told) + "\n", encoding="utf-8")
@@ -257,14 +271,14 @@ def mutate(work: Path, paths: Sequence[str], seconds: float | None, sample: int 
         subprocess.run(command, cwd=work, env=environment, check=True, stdout=log, stderr=log)
 
 
-def forget_survivors(work: Path, paths: Sequence[str]) -> None:
-    """Those that are not explained are as if they had not been run."""
+def mark_survivors(work: Path, paths: Sequence[str]) -> None:
+    """Those that are not explained are to be run again; what they did at first is kept."""
     explained = explanations()
     for path in paths:
         results = _results(work, path)
         for one in survivors(work, path):
             if not one.is_wording and _why(one, explained.get(path, [])) is None:
-                results["exit_code_by_key"][one.name] = None
+                results["exit_code_by_key"][one.name] = AGAIN
         if results:
             _meta(work, path).write_text(json.dumps(results))
 
@@ -295,9 +309,16 @@ def statuses(work: Path, path: str) -> dict[str, str]:
     return {name: STATUS.get(code, "ended by force") for name, code in codes.items()}
 
 
+def first_statuses(work: Path, path: str) -> dict[str, str]:
+    """By mutant, of those in the sample: of the first run of each, where that was kept."""
+    kept = work / "first.json"
+    codes = json.loads(kept.read_text()) if kept.exists() else {}
+    names = (drawn(work, path) or frozenset()) & {*codes}
+    return {name: STATUS.get(codes[name], "ended by force") for name in names}
+
+
 def survivor_names(work: Path, path: str) -> list[str]:
-    of_all = statuses(work, path).items()
-    return [name for name, status in of_all if status in ("survived", "no tests")]
+    return [name for name, status in statuses(work, path).items() if status in ALIVE]
 
 
 def survivors(work: Path, path: str) -> Iterator[Survivor]:
@@ -334,6 +355,8 @@ class OfFile(NamedTuple):
     counts: Counter[str]
     """By status, of what is run."""
     survivors: Sequence[Survivor]
+    first: dict[str, str]
+    """By mutant of the sample, its status when it was run first, where that was kept."""
 
     @property
     def run(self) -> int:
@@ -349,10 +372,20 @@ class OfFile(NamedTuple):
         """What the score is of."""
         return self.run - len(self.survivors) + len(self.telling)
 
+    @property
+    def first_trials(self) -> int:
+        """What the score at the first run is of."""
+        wording = {one.name for one in self.survivors if one.is_wording}
+        return len({*self.first} - wording)
+
+    @property
+    def first_killed(self) -> int:
+        return sum(status not in ALIVE for status in self.first.values())
+
 
 class Score(NamedTuple):
-    """Of all mutants of some files: how many matter and how many are killed, with the least and
-    the most that may be if some files are sampled."""
+    """Of the mutants of some files: how many matter and how many are killed, with the least and
+    the most that may be if that is an estimate."""
 
     trials: float
     killed: float
@@ -377,32 +410,38 @@ def of_files(works: Sequence[Path]) -> Iterator[OfFile]:
             mutants = len(_results(work, path)["exit_code_by_key"])
             counts = Counter(statuses(work, path).values())
             sampled = drawn(work, path) is not None
-            yield OfFile(path, mutants, sampled, counts, list(survivors(work, path)))
+            first = first_statuses(work, path)
+            yield OfFile(path, mutants, sampled, counts, list(survivors(work, path)), first)
 
 
 def score(files: Sequence[OfFile]) -> Score:
-    """Of those that are run whole as it is; what is sampled is taken for all of its mutants."""
+    """Of those that were run, as it is now."""
+    trials = sum(one.trials for one in files)
+    killed = trials - sum(len(one.telling) for one in files)
+    return Score(trials, killed, killed, killed)
+
+
+def estimate(files: Sequence[OfFile]) -> Score:
+    """Of those that were not run, by the first runs of those that were drawn from the same."""
     total = Score(0, 0, 0, 0)
-    for sampled in (False, True):
-        for top in MUTATED:
-            some = [one for one in files if one.sampled == sampled and one.path.startswith(top)]
-            total += _score_of_all(some, sampled)
+    for top in MUTATED:
+        total += _estimate([one for one in files if one.sampled and one.path.startswith(top)])
     return total
 
 
-def _score_of_all(files: Sequence[OfFile], sampled: bool) -> Score:
-    trials, run = sum(one.trials for one in files), sum(one.run for one in files)
+def _estimate(files: Sequence[OfFile]) -> Score:
+    trials, killed = sum(one.first_trials for one in files), sum(one.first_killed for one in files)
     if not trials:
         return Score(0, 0, 0, 0)
-    killed = trials - sum(len(one.telling) for one in files)
-    not_run = sum(one.counts["not run"] for one in files)
-    if not sampled:
-        return Score(trials, killed, killed, killed)
-    all_of_them = sum(one.mutants for one in files) * trials / run
-    # Of those not run it is open whether they survive: they live long.
-    least, _ = wilson(killed, trials + not_run)
-    _, most = wilson(killed + not_run, trials + not_run)
-    return Score(*(all_of_them * share for share in (1, killed / trials, least, most)))
+    others = sum(one.mutants - one.run for one in files)
+    others_that_matter = others * trials / sum(len(one.first) for one in files)
+    # Of those drawn and not run it is open whether they survive: they live long.
+    open_ones = sum(one.counts["not run"] for one in files)
+    drawn_in_all = trials + open_ones
+    least, _ = wilson(killed, drawn_in_all)
+    _, most = wilson(killed + open_ones, drawn_in_all)
+    shares = (1, (killed + open_ones / 2) / drawn_in_all, least, most)
+    return Score(*(others_that_matter * share for share in shares))
 
 
 def page(works: Sequence[Path]) -> Iterator[str]:
@@ -424,8 +463,8 @@ def page(works: Sequence[Path]) -> Iterator[str]:
         "(`benchmarks/mutation/kill/`), which must stay silent on what is right, and, for the "
         "checks, by one small case for each seeded fault, which must still be seen at the same "
         "operation and as the same property.  *Ended by force* (a time limit: it ran for ever) "
-        "counts as killed.  The score is of mutants that were run, without those that only change "
-        "the words of a message.  Where several commits are named, mutants of functions that did "
+        "counts as killed.  A score leaves out survivors that only change the words of a "
+        "message.  Where several commits are named, mutants of functions that did "
         "not change were not run again at the later ones."
     )
     yield ""
@@ -445,8 +484,11 @@ def page(works: Sequence[Path]) -> Iterator[str]:
 
 
 def _totals(files: Sequence[OfFile]) -> Iterator[str]:
-    yield "| | files | mutants | run | survived | of these wording | score of all |"
-    yield "|---|---|---|---|---|---|---|"
+    yield (
+        "| | files | mutants | run | survived | of these wording | score of what was run "
+        "| of others | of all |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|"
     for tops in (*([top] for top in MUTATED), MUTATED):
         some = [one for one in files if one.path.startswith(tuple(tops))]
         survived = sum(len(one.survivors) for one in some)
@@ -459,26 +501,45 @@ def _totals(files: Sequence[OfFile]) -> Iterator[str]:
             f"{survived}",
             f"{wording}",
             f"{score(some)}",
+            f"{estimate(some)}",
+            f"{score(some) + estimate(some)}",
         )
         yield f"| {' | '.join(cells)} |"
     yield ""
-    if any(one.sampled for one in files):
+    sampled = [one for one in files if one.sampled]
+    if sampled:
+        unknown = sum(one.run - len(one.first) for one in sampled)
         yield (
-            "Some files are run whole; of the others a sample was drawn, and stands for all of "
-            "their mutants.  Drawn are those whose names have the least digests: no one chooses "
-            "them, and a larger sample contains a smaller one.  In brackets: Wilson's interval, of "
-            "95 %, wherever those that were drawn and not run would lie."
+            "Some files are run whole; of the others a sample was drawn: those whose names have "
+            "the least digests, so that no one chooses them and a larger sample contains a smaller "
+            "one.  Survivors lead to tests that kill them, after which the score of those that "
+            "were run says nothing of others.  So others are estimated by what the mutants of the "
+            "sample did when they were run *first*, before any test was written for them; there "
+            "are more tests now, so that it is rather too low.  In brackets: Wilson's interval, of "
+            "95 %, wherever those that were drawn and not run would lie; before them, half of "
+            "these count as killed.  *Of all* is the sum: what was run, as it is now, and the "
+            "others as estimated."
         )
         yield ""
+        if unknown:
+            yield (
+                f"Of {unknown} of the sample the first result was not kept: they are no part of "
+                "the estimate."
+            )
+            yield ""
 
 
 def _table(title: str, files: Sequence[OfFile]) -> Iterator[str]:
     if not files:
         return
+    first = " at the first run |" if files[0].sampled else ""
     yield f"## {title}"
     yield ""
-    yield "| file | mutants | run | killed | ended by force | survived | of these wording | score |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield (
+        "| file | mutants | run | killed | ended by force | survived | of these wording | score |"
+        f"{first}"
+    )
+    yield f"|---|---|---|---|---|---|---|---|{'---|' if first else ''}"
     for one in files:
         yield _row(one.path, [one])
     yield _row("all", files)
@@ -491,8 +552,14 @@ def _row(name: str, files: Sequence[OfFile]) -> str:
     taken = f"{counts.total()} of {mutants}" if files[0].sampled else f"{mutants}"
     survived = sum(len(one.survivors) for one in files)
     wording = survived - sum(len(one.telling) for one in files)
-    cells = (taken, run, counts["killed"], counts["ended by force"], survived)
-    return f"| {name} | {' | '.join(map(str, cells))} | {wording} | {score(files)} |"
+    cells = [taken, run, counts["killed"], counts["ended by force"], survived, wording]
+    cells += [score(files), *([_at_first(files)] if files[0].sampled else [])]
+    return f"| {name} | {' | '.join(map(str, cells))} |"
+
+
+def _at_first(files: Sequence[OfFile]) -> str:
+    trials, killed = sum(one.first_trials for one in files), sum(one.first_killed for one in files)
+    return f"{killed} of {trials}, {round(100 * killed / trials)} %" if trials else "–"
 
 
 def _of_file(
