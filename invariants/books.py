@@ -28,6 +28,7 @@ from kvproof.invariants.events import (
     BlocksReused,
     BlocksShared,
     Event,
+    KeyMoved,
     ReleaseFenced,
     StepLaunched,
     StepRetired,
@@ -74,7 +75,7 @@ class Books:
                 f"block_sizes={self.block_sizes}: multiples of the configuration's block_size, "
                 f"{self.block_size}, are needed"
             )
-        self.hit_tokens = lcm(*self.block_sizes)
+        self.hit_tokens = lcm(*self._sizes_at_hits())
         """A hit has a multiple of so many."""
         ids = configuration.blocks + len(semantics.reserved)
         ledger = PooledBooks if semantics.shared_pool else GroupBooks
@@ -135,6 +136,7 @@ class Books:
             BlocksShared: self._blocks_shared,
             BlockCopied: self._block_copied,
             BlockMerged: self._block_merged,
+            KeyMoved: self._key_moved,
             BlocksReleased: self._blocks_released,
             BlocksOutlived: self._blocks_outlived,
             ReleaseFenced: self._release_fenced,
@@ -149,6 +151,12 @@ class Books:
             self.tiers = Tiers(self)
             self.operation_handlers |= self.tiers.operation_handlers
             self.event_handlers |= self.tiers.event_handlers
+
+    def _sizes_at_hits(self) -> list[int]:
+        """Block sizes of the groups, but for those whose states are findable inside a block."""
+        states = self.semantics.states
+        sizes = [size for group, size in enumerate(self.block_sizes) if group not in states]
+        return sizes or [self.block_size]
 
     # -- operations: the naive model ----------------------------------------------------------
 
@@ -175,16 +183,26 @@ class Books:
     def longest_hit(self, tags: Tags[int]) -> int:
         """Rows of the longest prefix that is findable in every group, below the last token.
 
-        Rows of the configuration's block size.
+        Rows of the configuration's block size.  In a group with a window, as far back as that goes.
         """
         unit = self.hit_tokens
         end = (len(tags) - 1) // unit * unit if self.configuration.prefix_caching else 0
+        if any(self.semantics.windows):
+            while end and not all(self._has(group, tags, end) for group in self.groups):
+                end -= unit
+            return end // self.block_size
         for group in self.groups:
             size = group.block_size
             last_tags = tags[size - 1 : end : size]
             found = len(list(takewhile(group.key_of_tag.__contains__, last_tags)))
             end = found * size // unit * unit
         return end // self.block_size
+
+    def _has(self, group: GroupBooks, tags: Tags[int], end: int) -> bool:
+        """Whether the group has all that a hit of so many tokens needs."""
+        size, first = group.block_size, self.first_row(group.group, end)
+        last_tags = tags[(first + 1) * size - 1 : end : size]
+        return all(map(group.key_of_tag.__contains__, last_tags))
 
     def rows_to_hit(self, tags: Tags[int]) -> Tags[int]:
         """The last tags of the full rows below the last token: those that may be cached."""
@@ -314,9 +332,13 @@ class Books:
         assert outcome.request is not None
         return self.requests[outcome.request]
 
+    def awaits_load(self, request: RequestModel) -> bool:
+        """Whether a copy writes into blocks that the request alone holds, and so must keep."""
+        return bool(request.loading) and not self.semantics.copies_hold
+
     def written(self, request: RequestModel) -> int:
         """Tokens whose KV is there for any step that is launched now."""
-        return request.scheduled if self.semantics.stream_order else request.computed
+        return request.begins if self.semantics.stream_order else request.computed
 
     def due(self, owed: Owed) -> bool:
         """Whether it must be written by now: its request came so far, or is gone, or was preempted,
@@ -346,6 +368,8 @@ class Books:
         request = self._known(event, event.request)
         if request is not None:
             table = request.tables[event.group]
+            if event.group in self.semantics.states:
+                table += self.semantics.reserved[:1] * (event.row - len(table))
             if event.row != len(table):
                 self.strays.append(event)
             table += event.blocks
@@ -384,6 +408,18 @@ class Books:
         group.drop((event.source,))
         self._replaced(event)
 
+    def _key_moved(self, event: KeyMoved) -> None:
+        group = self.groups[event.group]
+        key, tag = group.key_of.get(event.source), group.tag_of[event.source]
+        owed = group.owed.pop(event.source, None)
+        group.unpublish((event.source,))
+        if key is not None:
+            group.publish((event.target,), (key,), (tag,))
+            if owed is not None:
+                group.owed[event.target] = owed
+        if group.evicting:
+            group.evicting.clear()
+
     def _replaced(self, event: BlockCopied | BlockMerged) -> None:
         """Another block is named in the table."""
         request = self._known(event, event.request)
@@ -393,9 +429,13 @@ class Books:
         table = request.tables[event.group] = request.tables[event.group][:]
         if event.row < len(table):  # EXCL
             table[event.row] = event.target
-        changed = event.row * self.groups[event.group].block_size
-        request.verified[event.group] = min(request.verified[event.group], changed)
-        request.trusted_rows[event.group] = min(request.trusted_rows[event.group], event.row)
+        self._doubted(request, event.group, event.row)
+
+    def _doubted(self, request: RequestModel, group: int, row: int) -> None:
+        """What was seen in that row, and behind it, has changed."""
+        position = row * self.groups[group].block_size
+        request.verified[group] = min(request.verified[group], position)
+        request.trusted_rows[group] = min(request.trusted_rows[group], row)
 
     def _blocks_released(self, event: BlocksReleased) -> None:
         self.groups[event.group].drop(event.blocks)
@@ -413,15 +453,22 @@ class Books:
         request = self._known(event, event.request)
         if request is not None:
             nobodys, gone = self.semantics.reserved[0], set(event.blocks)
+            table = request.tables[event.group]
+            first = self.first_row(event.group, self.written(request))
+            if not gone.isdisjoint(table[first:]):  # too early, if its next step is ever launched
+                self._doubted(request, event.group, first)
             # A new list: steps in flight may refer to the old one.
-            request.tables[event.group] = [
-                nobodys if block in gone else block for block in request.tables[event.group]
-            ]
+            request.tables[event.group] = [nobodys if block in gone else block for block in table]
 
     def window(self, group: int) -> int:
         """Tokens that attention of this group looks back on, itself included; 0 for all."""
         windows = self.semantics.windows
         return windows[group] if windows else 0
+
+    def first_row(self, group: int, tokens: int) -> int:
+        """The first row of a group that attention reads when so many tokens are computed."""
+        window = self.window(group)
+        return max(0, tokens + 1 - window) // self.groups[group].block_size if window else 0
 
     def _release_fenced(self, event: ReleaseFenced) -> None:
         """The tables move from the request to the step; references stay."""
@@ -439,16 +486,25 @@ class Books:
         if request is None:
             return
         # Tags end with the request's tokens: what is not a full block, VALID has reported.
-        tags = request.tags[(row + 1) * size - 1 : (row + len(event.blocks)) * size : size]
+        tags = self.published_tags(event, request)
         group.publish(event.blocks, event.keys, tags)
         if self.tiers is not None:
             self.tiers.published(group, event.blocks, tags)
+            if not self.semantics.copies_hold:
+                self.tiers.stands_for(event.keys, request.tags[row * size :])
         if self.semantics.publishes == "at_allocation":
             written = self.written(request)
             for block, owed_row in zip(event.blocks, range(row, row + len(tags)), strict=False):
-                end = (owed_row + 1) * size
+                end = event.tokens or (owed_row + 1) * size
                 if end > written:
                     group.owed[block] = Owed(request, owed_row, request.epoch, end)
+
+    def published_tags(self, event: BlocksPublished, request: RequestModel) -> Tags[int]:
+        """The last tags of what the event's blocks hold."""
+        size, row = self.groups[event.group].block_size, event.row
+        if event.tokens:
+            return request.tags[event.tokens - 1 : event.tokens]
+        return request.tags[(row + 1) * size - 1 : (row + len(event.blocks)) * size : size]
 
     def _blocks_evicted(self, event: BlocksEvicted) -> None:
         group = self.groups[event.group]
@@ -469,6 +525,8 @@ class Books:
                 continue
             items.append((item, request))
             tables.append(tuple(request.tables))
+            if request.loaded:
+                request.computed, request.loaded = request.begins, False
             request.scheduled = item.end
             request.launched += 1
             request.last_step = event.step

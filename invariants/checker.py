@@ -34,14 +34,14 @@ from kvproof.invariants.operations import (
 from kvproof.invariants.outcomes import Outcome, Status
 from kvproof.invariants.property import Check, EventHandler, OperationHandler
 from kvproof.invariants.request_books import RequestModel
-from kvproof.invariants.shadow import Shadow
+from kvproof.invariants.shadow import Shadow, States
 from kvproof.invariants.subject import Subject
 from kvproof.invariants.verdict import Violation
 
-SETTLED_EVERY = 20
+SETTLED_EVERY = 12
 """Operations between two comparisons of touched state with the view …"""
 SETTLED_BLOCKS = 64
-"""… but for pools of more than 1,280 blocks, one for so many operations per ``SETTLED_BLOCKS``
+"""… but for pools of more than 768 blocks, one for so many operations per ``SETTLED_BLOCKS``
 blocks: the more operations, the more of them touch the same …"""
 SETTLED_RARELY = 128
 """… up to so many."""
@@ -123,8 +123,11 @@ class Checker:
         configuration, semantics = subject.configuration, subject.semantics
         self.books = Books(configuration, semantics)
         ids = configuration.blocks + len(semantics.reserved)
-        shadows = [Shadow(ids, group.block_size) for group in self.books.groups]
-        if semantics.shared_pool and not semantics.block_sizes:
+        shadows = [
+            (States if group.group in semantics.states else Shadow)(ids, group.block_size)
+            for group in self.books.groups
+        ]
+        if semantics.shared_pool and not (semantics.block_sizes or semantics.states):
             shadows = shadows[:1] * semantics.groups
         self.violations: list[Violation] = []
         self.operations = 0

@@ -71,6 +71,17 @@ class BlockMerged(Event, frozen=True, gc=False):
     target: int
 
 
+class KeyMoved(Event, frozen=True, gc=False):
+    """Before its holder writes on in it, what is findable in ``source`` was copied to ``target``, a
+    free block until now, and is findable there instead; nobody holds ``target``.
+    """
+
+    group: int
+    request: int
+    source: int
+    target: int
+
+
 class BlocksReleased(Event, frozen=True, gc=False):
     """A whole table was given back, in the order of ``blocks``; each lost one reference.
 
@@ -118,7 +129,8 @@ class TransferStarted(Event, frozen=True, gc=False):
     keys: Sequence[bytes] = ()
     """Of the blocks; none in swaps, which move what is not findable as well."""
     request: int | None = None
-    """The suspended request."""
+    """The suspended request; or the one whose table has the targets, and which waits for them (see
+    ``Semantics.copies_hold``)."""
 
 
 class TransferLanded(Event, frozen=True, gc=False):
@@ -191,6 +203,8 @@ class BlocksPublished(Event, frozen=True, gc=False):
     row: int
     blocks: Sequence[int]
     keys: Sequence[bytes]
+    tokens: int = 0
+    """Of a state inside its row: after how many of the request's tokens it is."""
 
 
 class BlocksEvicted(Event, frozen=True, gc=False):
@@ -294,6 +308,7 @@ AnyEvent = (
     | BlocksShared
     | BlockCopied
     | BlockMerged
+    | KeyMoved
     | BlocksReleased
     | BlocksOutlived
     | ReleaseFenced

@@ -298,8 +298,8 @@ class Arrive(Operation, frozen=True, gc=False):
     """A client sends a request to the scheduler, which will admit it when its policy says so.
 
     It stops after ``output`` tokens, which the policy cannot know; ``max_tokens`` is what its
-    client allows (0: just as many).  The smaller ``priority``, the more urgent.  ``salt`` and
-    ``adapter`` are as for ``Admit``.
+    client allows (0: just as many).  The smaller ``priority``, the more urgent.  ``salt``,
+    ``adapter`` and ``media`` are as for ``Admit``.
     """
 
     prompt: Annotated[tuple[Segment, ...], Meta(min_length=1)]
@@ -313,6 +313,8 @@ class Arrive(Operation, frozen=True, gc=False):
     """Outputs that its client wants of the one prompt: a request each, split off by the scheduler
     once the prompt is computed."""
     adapter: Index = 0
+    media: tuple[Media, ...] = ()
+    """Skipped where arrivals carry none (``Semantics.arriving_media``)."""
 
 
 class Schedule(Operation, frozen=True, gc=False):

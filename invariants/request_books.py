@@ -23,6 +23,7 @@ class RequestModel:
         "input_tokens",
         "last_step",
         "launched",
+        "loaded",
         "loading",
         "order",
         "outdated",
@@ -61,6 +62,8 @@ class RequestModel:
         """Transfers in flight that copy it to the host …"""
         self.loading = _NONE
         """… and those that copy it back."""
+        self.loaded = False
+        """Whether a copy brought the last of what is computed, and no step has run it since."""
         self.suspended = 0
         """Computed tokens that were swapped out, until they are back or lost."""
         self.outdated = 0
@@ -75,8 +78,16 @@ class RequestModel:
     def length(self) -> int:
         return len(self.tags)
 
+    @property
+    def begins(self) -> int:
+        """Where its next step begins; where a copy brought all of it, the last token is computed
+        anew, for what follows."""
+        all_loaded = self.loaded and self.scheduled == len(self.tags)
+        return self.scheduled - all_loaded
+
     def lose(self) -> None:
         """Nothing of it is computed any more."""
+        self.loaded = False
         self.computed = self.scheduled = self.suspended = self.outdated = 0
 
     def standing(self, *block_sizes: int) -> Standing:

@@ -137,3 +137,26 @@ class Shadow:
         """What a slot holds, in words."""
         value = self.content[block * self.block_size + offset]
         return POISON_NAMES.get(value, "another token's KV")
+
+
+class States(Shadow):
+    """The content of a group whose blocks hold a state each: its tag, in all slots of the block."""
+
+    __slots__ = ()
+
+    def write(self, tags: Tags[int], start: int, end: int, table: Sequence[int]) -> None:
+        """The state after position ``end`` - 1 lands in that one's row."""
+        block = table[(end - 1) // self.block_size]
+        self._rows[block] = tags[end - 1]
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """States are copied whole."""
+        if tokens:
+            self._rows[target] = self._rows[source]
+
+    def first_mismatch(
+        self, tags: Tags[int], start: int, end: int, table: Sequence[int]
+    ) -> int | None:
+        """The last position, unless the state after it is in its row."""
+        slot = table[(end - 1) // self.block_size] * self.block_size
+        return None if self.content[slot] == tags[end - 1] else end - 1

@@ -84,12 +84,18 @@ class TransferModel:
         request = self.request
         return self.cancelled or (
             request is not None
+            and not self.loads
             and (
                 request.epoch != self.epoch
                 or not request.suspended
                 or (self.number not in request.departing and self.number not in request.loading)
             )
         )
+
+    @property
+    def loads(self) -> bool:
+        """Whether it brings findable blocks into the table of a request that waits for them."""
+        return self.kind == "promote" and self.request is not None
 
     @property
     def on_disk(self) -> bool:

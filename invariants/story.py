@@ -22,6 +22,7 @@ from kvproof.invariants.events import (
     BlocksReused,
     BlocksShared,
     Event,
+    KeyMoved,
     ReleaseFenced,
     RequestAborted,
     RequestAdmitted,
@@ -77,14 +78,14 @@ def explain(violation: Violation, moments: Sequence[Moment], block_size: int) ->
 
 
 def _with_iterations(what: str, events: Sequence[Event], moments: Sequence[Moment]) -> str:
-    samples = {
-        moment.outcome.request: moment.operation.samples
+    arrivals = {
+        moment.outcome.request: moment.operation
         for moment in moments
         if isinstance(moment.operation, Arrive) and moment.outcome.request is not None
     }
     state = rejected_state(events)
     given = f"\nThe policy was given {state}." if state else ""
-    return f"{what}\nWhat happened: {iterations_story(events, samples)}.{given}"
+    return f"{what}\nWhat happened: {iterations_story(events, arrivals)}.{given}"
 
 
 def _tellers(violation: Violation, block_size: int) -> Iterator[tuple[str, _Teller]]:
@@ -141,6 +142,8 @@ class _Block:
             return self._copied(event)
         if isinstance(event, BlockMerged):
             return self._merged(event)
+        if isinstance(event, KeyMoved):
+            return self._key_moved(event)
         blocks: Sequence[int] = getattr(event, "blocks", ())
         if self._block not in blocks:
             return None
@@ -186,6 +189,13 @@ class _Block:
         if event.source == self._block:
             self._holders.discard(event.request)
             return f"given up by r{event.request} for its equal, block {event.target}"
+        return None
+
+    def _key_moved(self, event: KeyMoved) -> str | None:
+        if event.target == self._block:
+            return f"made a copy of block {event.source}, findable in its place"
+        if event.source == self._block:
+            return f"copied to block {event.target}, which is findable in its place"
         return None
 
     def _launched(self, event: StepLaunched) -> str | None:
@@ -268,9 +278,10 @@ class _Request:
             case TransferStarted(kind="swap_out"):
                 return f"swapped out to host blocks {list(event.targets)} ({_named(event)})"
             case TransferStarted():
+                what = "waits for" if event.kind == "promote" else "swapped in from"
                 return (
-                    f"swapped in from host blocks {list(event.sources)} to blocks "
-                    f"{list(event.targets)} ({_named(event)})"
+                    f"{what} host blocks {list(event.sources)} to blocks {list(event.targets)} "
+                    f"({_named(event)})"
                 )
             case SlotsReleased():
                 return f"gave back host blocks {list(event.slots)}"

@@ -121,10 +121,20 @@ class Semantics(Struct, frozen=True):
     Blocks behind the window are given back while the request goes on, at the latest when it grows,
     and even by an operation that is refused; its table then names the first reserved block in
     their rows."""
+    windows_lag: bool = False
+    """Blocks may stay for longer behind a window, at most until their request is given back."""
     block_sizes: tuple[int, ...] = ()
     """Tokens per block, by group; nothing: as the configuration says, in all.  Hits, and what
     becomes findable, end where a block ends in every group.  Multiples of the configuration's
     block size; not with tiers."""
+    states: tuple[int, ...] = ()
+    """Groups of state-space layers, each with a window of 2.  A block of theirs holds one state,
+    that after the last position computed in its row.  A step reads the state before its first
+    position, and writes one, after its last; rows without a state name the first reserved block.
+    A state is findable where a block ends in the other groups, also inside its own; a hit needs
+    just the one at its end.  Inside a block, whoever writes on in it has a copy, or leaves one
+    (``KeyMoved``).  A request leaves when steps were launched for all its tokens.  With
+    ``stream_order``, and not with ``exact_admission``."""
     reserved: tuple[int, ...] = (0,)
     """Block ids that no request may own: null, trash or padding blocks."""
     publishes: Literal["after_compute", "at_allocation", "at_release", "lazily"] = "after_compute"
@@ -172,7 +182,8 @@ class Semantics(Struct, frozen=True):
     exact_eviction: bool = True
     """``Evict`` takes just as many blocks as it asks for, if there are so many.  Otherwise it may
     take more: what is cached goes in pieces of several blocks, each told by an event of its own,
-    and no further piece goes when there is enough."""
+    and no further piece goes when there is enough.  (Where a group has a window, pieces may take
+    some of another group with them: of how much goes, nothing is said then.)"""
     eviction_margin: int = 0
     """Blocks that an eviction in pieces, made for room, may take beyond what is lacking, for each
     request that the operation serves."""
@@ -188,6 +199,11 @@ class Semantics(Struct, frozen=True):
     """A step may be launched while another is in flight."""
     separates_media: bool = True
     """Media items are part of the keys, and of what an admission may carry."""
+    arriving_media: bool = False
+    """Of a scheduler: an arrival may carry media items."""
+    adapters: int = 0
+    """Of a scheduler: different adapters of the requests that run, at most; 0: any number.  One
+    whose adapter is one too many is passed over, whatever its turn; who has none needs none."""
     slots: bool = True
     """Blocks may be given for part of a prompt or in advance (``slots``), and steps be told what
     to compute (``items``)."""
@@ -205,6 +221,11 @@ class Semantics(Struct, frozen=True):
     what it copies, and when: what it does start must still be right."""
     disk_survives: bool = True
     """What was wholly written to the disk is found there after a restart."""
+    copies_hold: bool = True
+    """The device's end of a copy is held while it is in flight.  Otherwise it is not: a copy up is
+    for a request whose table has its targets already, and which does not run before it has ended;
+    what a copy down reads may be given back, and handed out, but not be written before it has been
+    copied.  So each block is compared, when it is copied, with what its key stands for."""
     tier_bytes: bool = True
     """The view tells what is really in a block of any tier (``TieredView.tier_content``)."""
     host_order: Literal["configured", "any"] = "configured"
@@ -225,6 +246,16 @@ class Semantics(Struct, frozen=True):
                 "needed, and no tiers"
             )
 
+        if self.states and (
+            self.exact_admission
+            or not self.stream_order
+            or any(self.windows[group : group + 1] != (2,) for group in self.states)
+        ):
+            raise ValueError(
+                f"states={self.states!r}: a window of 2 for each is needed, stream_order, and no "
+                "exact_admission"
+            )
+
     def promises_order(self, tier: Tier) -> bool:
         """Whether evictions on that tier follow an order that can be told from events."""
         orders: dict[Tier, str] = {
@@ -241,6 +272,8 @@ class Semantics(Struct, frozen=True):
             "chunks": self.chunks,
             "runs-ahead": self.runs_ahead,
             "media": self.separates_media,
+            "arriving-media": self.arriving_media,
+            "adapters": self.adapters > 0,
             "slots": self.slots,
             "swaps": self.swaps,
             "tiers": self.tiers,

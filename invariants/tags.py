@@ -31,6 +31,12 @@ from kvproof.invariants.prompts import (
 
 Tags = array  # array("Q"), one tag per token position
 
+
+def tag_at_end(content: bytes) -> int:
+    """The last of the tags that these bytes are; 0 if there is none."""
+    return array("Q", content[-8:])[0] if content else 0
+
+
 MASK = (1 << 64) - 1
 _P = 0x9E3779B97F4A7C15
 _P_INVERSE = pow(_P, -1, 1 << 64)

@@ -23,7 +23,7 @@ from kvproof.invariants.events import (
 from kvproof.invariants.operations import Corrupt, Offload, Operation, Promote, Slow, Tier
 from kvproof.invariants.outcomes import Answer, Outcome
 from kvproof.invariants.slot_books import ENDS, TierBooks, TransferModel
-from kvproof.invariants.tags import Tags
+from kvproof.invariants.tags import Tags, tag_at_end
 from kvproof.invariants.tier_figures import TierFigures
 from kvproof.invariants.tier_plans import CopyPlan, offload_plan, promote_plan
 
@@ -72,6 +72,8 @@ class Tiers:
         """What the present operation is to copy, if somebody has asked."""
         self.promoted: list[tuple[int, int, bytes]] = []
         """Group, block and key of what was promoted since the last settlement."""
+        self.content: dict[bytes, bytes] = {}
+        """What each key stands for, as bytes of the shadow memory; where copies do not hold."""
         self.figures = TierFigures(groups, self.host, self.disk)
         self.operation_handlers: dict[type[Operation], Callable[..., None]] = {
             Corrupt: self._corrupt,
@@ -187,6 +189,12 @@ class Tiers:
                 if not host.awaits_or_has(tag):
                     group.unstored[block] = None
 
+    def stands_for(self, keys: Sequence[bytes], tags: Tags[int]) -> None:
+        """These keys are of rows that follow each other, with these tags."""
+        size = self.configuration.block_size
+        for row, key in enumerate(keys):
+            self.content[key] = tags[row * size : (row + 1) * size].tobytes()
+
     # -- transfers -------------------------------------------------------------------------------
 
     def _started(self, event: TransferStarted) -> None:
@@ -195,13 +203,15 @@ class Tiers:
         group = self.groups[event.group]
         transfer = TransferModel(event, self._tags(event), request)
         self.in_flight[event.transfer] = transfer
-        if transfer.source == "device":
-            group.hold(transfer.sources)
-        else:
+        holds = self._books.semantics.copies_hold
+        if transfer.source != "device":
             self.of(transfer.source)[event.group].pin(transfer.sources)
+        elif holds:
+            group.hold(transfer.sources)
         if transfer.target == "device":
-            group.hold(transfer.targets)
-            group.evicting = []
+            if holds:
+                group.hold(transfer.targets)
+                group.evicting = []
             group.arriving.update(dict.fromkeys(transfer.tags, event.transfer))
             group.touched_keys += transfer.keys  # not to be found yet
         else:
@@ -232,6 +242,8 @@ class Tiers:
             return []
         if source == "device":
             group = self.groups[event.group]
+            if not self._books.semantics.copies_hold:
+                return [tag_at_end(self.content.get(key, b"")) for key in event.keys]
             return [group.tag_of[block] for block in event.sources]
         tag_of = self.of(source)[event.group].tag_of
         return [tag_of.get(slot, 0) for slot in event.sources]
@@ -287,6 +299,8 @@ class Tiers:
             self.figures.moved[transfer.kind] += len(transfer.sources)
         if transfer.kind in ("swap_out", "swap_in"):
             self._swap_ended(transfer, event)
+        elif transfer.loads:
+            self._loaded(transfer, completed=completed)
         elif completed:
             self._arrived(transfer)
         elif not transfer.cancelled:
@@ -309,6 +323,22 @@ class Tiers:
                 group.publish([block], [key], [tag])
                 self.promoted.append((transfer.group, block, key))
                 self.published(group, [block], [tag])
+
+    def _loaded(self, transfer: TransferModel, *, completed: bool) -> None:
+        """The request has what it waited for, or goes on without."""
+        request, arriving = transfer.request, self.groups[transfer.group].arriving
+        for tag in transfer.tags:
+            if arriving.get(tag) == transfer.number:
+                del arriving[tag]
+        if request is None or request.epoch != transfer.epoch:
+            return
+        request.loading -= {transfer.number}
+        self._books.touched_requests[request.id] = request
+        table = request.tables[transfer.group]
+        if completed and transfer.targets[-1] in table:
+            rows = table.index(transfer.targets[-1]) + 1
+            request.computed = request.scheduled = rows * self.configuration.block_size
+            request.loaded = True
 
     def _to_save(self, host: TierBooks, slots: Sequence[int]) -> None:
         """New on the host: to be copied to the disk, unless it is there."""
@@ -341,15 +371,15 @@ class Tiers:
             request.suspended = 0
 
     def _let_go(self, transfer: TransferModel) -> None:
-        used = transfer.kind in USED_BY
-        if transfer.source == "device":
-            self.groups[transfer.group].drop(transfer.sources[::-1])
-        else:
+        used, holds = transfer.kind in USED_BY, self._books.semantics.copies_hold
+        if transfer.source != "device":
             self.of(transfer.source)[transfer.group].unpin(transfer.sources, used)
-        if transfer.target == "device":
-            self.groups[transfer.group].drop(transfer.targets[::-1])
-        else:
+        elif holds:
+            self.groups[transfer.group].drop(transfer.sources[::-1])
+        if transfer.target != "device":
             self.of(transfer.target)[transfer.group].unpin(transfer.targets, used=True)
+        elif holds:
+            self.groups[transfer.group].drop(transfer.targets[::-1])
 
     # -- slots -----------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from kvproof.invariants.events import (
     BlocksReused,
     BlocksShared,
     Event,
+    KeyMoved,
     ReleaseFenced,
     SlotsEvicted,
     SlotsReleased,
@@ -128,7 +129,7 @@ def _imports(case: Case) -> str:
     prompted = [o for o in case.operations if isinstance(o, Admit | Arrive | Promote)]
     if prompted:
         kinds.add("Segment")
-    if any(isinstance(operation, Admit | Promote) and operation.media for operation in prompted):
+    if any(operation.media for operation in prompted):
         kinds.add("Media")
     lines = [
         "from kvproof.invariants.case import Case",
@@ -337,6 +338,7 @@ _SAID: dict[type[Event], Callable[[Any], str]] = {
     BlocksOutlived: _released,
     BlockCopied: _copied,
     BlockMerged: _merged,
+    KeyMoved: lambda event: f"b{event.source}*>b{event.target} (g{event.group})",
     BlocksEvicted: _evicted,
     TransferStarted: _transfer,
     TransferLanded: lambda event: f"t{event.transfer}: {event.parts} landed",

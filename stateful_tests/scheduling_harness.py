@@ -96,8 +96,11 @@ class SchedulingHarness:
 
         Raises CheckerError if a checker stumbles.  A subject that raises is a violation.
         """
-        several = isinstance(operation, Arrive) and operation.samples > 1
-        lacking = several and not self.subject.semantics.samples
+        semantics = self.subject.semantics
+        lacking = isinstance(operation, Arrive) and (
+            (operation.samples > 1 and not semantics.samples)
+            or (operation.media != () and not semantics.arriving_media)
+        )
         if lacking or kind_of(operation) not in self.subject.capabilities:
             self.checker.pass_over(type(operation))
             return SKIPPED

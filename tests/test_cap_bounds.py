@@ -40,6 +40,7 @@ from kvproof.invariants.outcomes import (
     TOO_MANY_REQUESTS,
     Outcome,
 )
+from kvproof.invariants.scheduling.hits import Hits
 from kvproof.invariants.shadow import Shadow
 from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.invariants.verdict import Violation
@@ -259,12 +260,17 @@ def test_what_is_behind_the_window_is_given_back_when_the_request_grows() -> Non
     assert world.do(Grow(0, 1), done(0), BlocksOutlived(1, 0, [1])) == []
     for operation, outcome in (
         (Grow(0, 1), done(0)),
+        (Reserve(0, 12), done(0)),
         (Decode((0,)), Outcome("done", children=(0,))),
     ):
         (message,) = World(**WINDOWED).do(operation, outcome)
         assert message == (
             "request 0 grew, and still holds blocks [1], which are behind its window of 5 tokens"
         )
+
+
+def test_what_is_behind_a_window_may_stay_where_windows_lag() -> None:
+    assert World(**WINDOWED, windows_lag=True).do(Grow(0, 1), done(0)) == []
 
 
 def test_a_hit_needs_what_is_in_the_window_and_no_more() -> None:
@@ -284,6 +290,18 @@ def test_a_hit_is_as_long_as_the_window_lets_it_be() -> None:
         world = World(**WINDOWED, shorter_hits=False)
         world.books.groups[1].unpublish(gone)
         assert bool(world.do(prompt(9), done(1, cached))) is wrong
+
+
+@pytest.mark.parametrize(("gone", "tokens", "revived"), [((), 8, 1), ((1,), 8, 1), ((2,), 4, 1)])
+def test_a_hit_is_counted_as_far_back_as_the_window_goes(
+    gone: tuple[int, ...], tokens: int, revived: int
+) -> None:
+    world = World(**WINDOWED)
+    world.books.groups[1].drop([1, 2, 3])
+    world.books.groups[1].unpublish(gone)
+    hit = Hits(world.books).of(1, world.books.requests[0].tags)
+    assert (hit.rows * SIZE, hit.revived) == (tokens, revived)
+    assert world.books.longest_hit(world.books.requests[0].tags[:8]) == 1 - (1 in gone)
 
 
 def test_a_group_with_a_window_may_need_fewer_blocks() -> None:

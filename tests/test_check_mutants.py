@@ -13,20 +13,26 @@ import pytest
 from msgspec.structs import replace
 
 from kvproof.engine.engine import Engine
+from kvproof.engine.keys import block_key, root_key
 from kvproof.invariants.checker import Checker
 from kvproof.invariants.checks import CHECKS
 from kvproof.invariants.checks import key as key_module
 from kvproof.invariants.checks.order import Order
+from kvproof.invariants.checks.prov import Prov
 from kvproof.invariants.checks.xfer import Xfer
 from kvproof.invariants.events import (
     BlockCopied,
+    BlockMerged,
+    BlocksAllocated,
     BlocksEvicted,
     BlocksPublished,
     BlocksReleased,
     BlocksReused,
+    BlocksShared,
     Event,
     SlotsEvicted,
     StepLaunched,
+    TierReopened,
     TransferEnded,
     TransferStarted,
 )
@@ -44,13 +50,19 @@ from kvproof.invariants.operations import (
     Offload,
     Preempt,
     Promote,
+    Reset,
+    Restart,
     Resume,
     Retire,
     Segment,
+    Slow,
     Tier,
     Withhold,
 )
+from kvproof.invariants.prompts import prompt_tokens
+from kvproof.invariants.property import Check
 from kvproof.invariants.subject import Configuration, Semantics
+from kvproof.invariants.tags import FREED
 from kvproof.invariants.verdict import Violation
 from kvproof.stateful_tests.subjects.engine import EngineSubject
 
@@ -62,6 +74,20 @@ class SilentXfer(Xfer):
 
     def fail(self, message: str, **where: Any) -> None:
         pass
+
+
+class SilentProv(Prov):
+    """Moves the bytes of steps, and says nothing."""
+
+    def fail(self, message: str, **where: Any) -> None:
+        pass
+
+
+LEANS_ON: dict[str, tuple[type[Check], ...]] = {
+    "PROV": (SilentXfer,),
+    "VALID": (SilentXfer, SilentProv),
+    "XFER": (SilentProv,),
+}
 
 
 class Witness:
@@ -100,6 +126,8 @@ def told(
     view: dict[str, Callable[[Any], Any]] | None = None,
     interval: int = 1,
     settle: bool = False,
+    status: str = "done",
+    says: dict[str, Any] | None = None,
     semantics: dict[str, Any] | None = None,
     **configuration: Any,
 ) -> tuple[list[Violation], int]:
@@ -108,9 +136,7 @@ def told(
     then compares what was touched only if told to."""
     witness = Witness(groups, **configuration)
     witness.semantics = replace(witness.semantics, **(semantics or {}))
-    kinds = [kind for kind in CHECKS if kind.id() == check]
-    if check == "PROV":
-        kinds = [SilentXfer, *kinds]
+    kinds = [*LEANS_ON.get(check, ()), *(kind for kind in CHECKS if kind.id() == check)]
     checker = Checker(witness, checks=kinds, interval=interval)  # type: ignore[arg-type]
     for operation in run[:-1]:
         outcome = witness.subject.apply(operation)
@@ -118,9 +144,10 @@ def told(
     assert checker.violations == []
     before = checker.checks[-1].checked
     outcome = witness.subject.apply(run[-1])
-    assert outcome.status == "done"
+    assert outcome.status == status
     witness.lies = view or {}
-    checker.observe(run[-1], outcome, lie(list(witness.subject.drain_events())))
+    events = lie(list(witness.subject.drain_events()))
+    checker.observe(run[-1], replace(outcome, **(says or {})), events)
     if settle:
         assert checker.violations == []
         checker.checks[-1].settle()
@@ -149,6 +176,21 @@ def change(kind: type[Event], **fields: Any) -> Lie:
         return [*events[:index], replace(true, **new), *events[index + 1 :]]
 
     return changed
+
+
+def without(kind: type[Event]) -> Lie:
+    """The last event of that kind is left out."""
+
+    def changed(events: Events) -> Events:
+        index = max(i for i, event in enumerate(events) if isinstance(event, kind))
+        return [*events[:index], *events[index + 1 :]]
+
+    return changed
+
+
+def held_by_another(events: Events) -> Events:
+    """At first somebody whom nobody knows is given block 1."""
+    return [BlocksShared(1, 9, 0, [1]), *events]
 
 
 def instead_of_empty(events: Events) -> Events:
@@ -182,6 +224,7 @@ OTHERS_STORED = (prompt(4, 1), *STEP, Finish(0), Offload(), Complete())
 PROMOTE = Promote(prompt(9).prompt)
 FETCH = Promote(prompt(9).prompt, to="host")
 DAMAGED = (*SAVED, Finish(0), Evict(9), Evict(9, "host"), FETCH, Corrupt(), Complete())
+FORKED = (prompt(6), *STEP, Fork(0))
 REUSING = (*CACHED, prompt(9), Launch())  # request 1 has blocks 1, 2 and 3
 
 
@@ -213,7 +256,7 @@ REUSING = (*CACHED, prompt(9), Launch())  # request 1 has blocks 1, 2 and 3
         ("QUIES", [prompt(1), Finish(0)], None, {"free_count": add_one}),
         ("QUIES", BOTH_STORED_AND_GONE, None, {"tier_pins": lambda pins: [*pins[:-1], 1]}),
         ("PROV", [prompt(1), Launch()], tables([1], [6]), {}),
-        ("PROV", [prompt(6), *STEP, Fork(0), Grow(1)], change(BlockCopied, tokens=1), {}),
+        ("PROV", [*FORKED, Grow(1)], change(BlockCopied, tokens=1), {}),
     ],
 )
 def test_a_violation_says_in_which_group(
@@ -224,8 +267,74 @@ def test_a_violation_says_in_which_group(
     assert {(violation.property, violation.group) for violation in violations} == {(check, 1)}
 
 
+@pytest.mark.parametrize(
+    ("check", "run", "lie", "view", "where"),
+    [
+        ("VALID", [*CACHED, prompt(1, 1)], change(BlocksAllocated, blocks=[1]), {}, (1, 1)),
+        ("VALID", [*CACHED, prompt(9)], change(BlocksReused, blocks=[1, 7]), {}, (7, 1)),
+        ("VALID", [prompt(8), *STEP], change(BlocksPublished, blocks=[2, 1]), {}, (1, 0)),
+        ("VALID", [prompt(4), *STEP], without(BlocksPublished), {}, (1, 0)),
+        ("VALID", [prompt(8), *STEP], add(BlockMerged(1, 0, 0, 1, 7)), {}, (7, 0)),
+        ("VALID", [prompt(4), *STEP], None, {"index": lambda index: {}}, (1, None)),
+        ("VALID", [*CACHED, Reset()], without(BlocksEvicted), {}, (1, None)),
+        ("EXCL", [prompt(1), prompt(1)], change(BlocksAllocated, blocks=[1]), {}, (1, 1)),
+        ("EXCL", [prompt(8)], change(BlocksAllocated, blocks=[1, 1]), {}, (1, 0)),
+        ("EXCL", [prompt(1)], change(BlocksAllocated, blocks=[0]), {}, (0, 0)),
+        ("EXCL", [prompt(1)], add(BlocksShared(1, 9, 0, [1])), {}, (1, 0)),
+        ("EXCL", [prompt(1), Launch()], held_by_another, {}, (1, 0)),
+        ("EXCL", [prompt(1), Launch()], tables([1], [5]), {}, (5, 0)),
+        ("EXCL", [*FORKED, Grow(1)], change(BlockCopied, source=1), {}, (1, 1)),
+        ("EXCL", STORING, change(TransferStarted, targets=[0, 0]), {}, (0, None)),
+        ("LIFE", [prompt(1)], None, {"table": lambda table: [5]}, (None, 0)),
+        ("CAP", [prompt(1)] * 2, None, {"standing": lambda s: (*s[:3], (1, 2))}, (None, 1)),
+        ("XFER", STORING, change(TransferStarted, targets=[0]), {}, (None, None)),
+        ("XFER", [*STORING, Complete(1)], change(TransferEnded, result="failed"), {}, (None, None)),
+    ],
+)
+def test_a_violation_says_in_which_block_of_which_group_and_whose(
+    check: str,
+    run: Sequence[AnyOperation],
+    lie: Lie | None,
+    view: dict[str, Any],
+    where: tuple[int | None, int | None],
+) -> None:
+    violations, _ = told(run, check, *([lie] if lie else []), view=view, groups=2)
+    named = {(one.property, one.group, one.block, one.request) for one in violations}
+    assert (check, 1, *where) in named
+    assert {group for _, group, _, _ in named} == {1}
+    if check == "XFER":
+        assert {violation.transfer for violation in violations} == {1}
+
+
+LEAVING = (prompt(6), *STEP, Preempt(0, swap=True, late=True))
+GONE = {"tier_index": lambda index: {}}
+OTHERS = {"tier_content": lambda content: b"others"}
+
+
+@pytest.mark.parametrize(
+    ("check", "run", "view", "where"),
+    [
+        ("XFER", [*LEAVING, Complete(1)], OTHERS, (1, "host", 1, 0, 1)),
+        ("XFER", [*LEAVING, *[Complete()] * 2, prompt(1, 1)], OTHERS, (0, "host", 1, 0, None)),
+        ("VALID", [*STORING, Complete(1)], GONE, (1, "host", 0, None, None)),
+        ("VALID", [*BOTH_STORED, prompt(1, 1)], GONE, (1, "host", 0, None, None)),
+        ("VALID", [*STORING, Complete(1)], OTHERS, (1, "host", 1, None, None)),
+        ("VALID", [*CACHED, prompt(9)], OTHERS, (0, "device", 1, None, None)),
+    ],
+)
+def test_what_is_wrong_below_says_where(
+    check: str,
+    run: Sequence[AnyOperation],
+    view: dict[str, Any],
+    where: tuple[int, Tier, int, int | None, int | None],
+) -> None:
+    violations, _ = told(run, check, view=view, groups=2)
+    assert where in {(v.group, v.tier, v.block, v.request, v.transfer) for v in violations}
+
+
 COUNTS = {"ref_counts": lambda counts: [c + 1 for c in counts]}
 SLOTS = {"free_tier_count": add_one}
+ELSEWHERE = {"index": lambda index: dict.fromkeys(index, (7,))}
 
 
 @pytest.mark.parametrize(
@@ -234,6 +343,7 @@ SLOTS = {"free_tier_count": add_one}
         ("REF", [*STORING, Complete(1)], COUNTS, False, "count of 2, but 1 holder has it"),
         ("REF", [prompt(1)], COUNTS, True, "count of 2, but 1 holder has it"),
         ("CONS", [*STORING, Complete(1)], SLOTS, False, "4 host blocks are reported free and 0"),
+        ("VALID", [prompt(4), *STEP], ELSEWHERE, True, "finds block 7 under key"),
         ("CONS", [Withhold("host", 2)], SLOTS, False, "2 host blocks are reported free, 2 are"),
     ],
 )
@@ -243,7 +353,7 @@ def test_what_is_wrong_is_seen_before_an_audit(
     violations, _ = told(run, check, view=view, settle=settle, groups=2, interval=0)
     assert {violation.group for violation in violations} == {1}
     assert says in violations[0].message
-    assert violations[0].block == (1 if check == "REF" else None)
+    assert violations[0].block == {"REF": 1, "VALID": 7}.get(check)
 
 
 def test_blocks_of_an_unknown_request_are_no_matter_of_ref() -> None:
@@ -310,6 +420,21 @@ def test_what_comes_back_is_read_from_its_first_token_on() -> None:
     assert "reads position 0 from block" in violation.message
 
 
+@pytest.mark.parametrize("position", [0, 3, 7])
+def test_what_is_hit_is_read_from_its_first_token_on(position: int) -> None:
+    witness = Witness(2)
+    prov = next(kind for kind in CHECKS if kind.id() == "PROV")
+    checker = Checker(witness, checks=[prov], interval=0)  # type: ignore[arg-type]
+    for operation in (*CACHED, prompt(9), *STEP):
+        if operation == prompt(9):
+            checker.checks[0].shadows[1].content[4 + position] = FREED
+        outcome = witness.subject.apply(operation)
+        checker.observe(operation, outcome, list(witness.subject.drain_events()))
+    (violation,) = checker.violations
+    assert f"reads position {position} from block {1 + position // 4}" in violation.message
+    assert (violation.group, violation.request) == (1, 1)
+
+
 def test_bytes_of_what_is_held_or_unknown_are_no_matter_of_prov() -> None:
     held = BlocksEvicted(0, [1], [b""], "request")
     assert told([prompt(4), *STEP], "PROV", add(held))[0] == []
@@ -361,6 +486,14 @@ def test_order_is_promised_where_any_order_is(semantics: Semantics, promised: bo
         ("KEY", AGAIN, 1),
         ("KEY", [*CACHED, prompt(9), Finish(0), prompt(9)], 1),
         ("QUIES", [*CACHED, prompt(1, 1), Withhold("device", 2), Finish(0)], 1),
+        ("VALID", AGAIN, 1),
+        ("VALID", [*CACHED, prompt(9)], 1),
+        ("EXCL", [*CACHED, prompt(1, 1)], 1),
+        ("EXCL", [prompt(6), Launch()], 1),
+        ("EXCL", [*FORKED, Grow(1)], 1),
+        ("EXCL", STORING, 1),
+        ("XFER", [*STORED, Offload("disk")], 1),
+        ("XFER", [*STORED, Offload("disk"), Complete()], 1),
     ],
 )
 def test_looks_are_counted(check: str, run: Sequence[AnyOperation], looks: int) -> None:
@@ -368,7 +501,7 @@ def test_looks_are_counted(check: str, run: Sequence[AnyOperation], looks: int) 
 
 
 def test_a_copy_on_write_that_leaves_something_out_is_seen_when_it_is_made() -> None:
-    run = [prompt(6), *STEP, Fork(0), Grow(1)]
+    run = [*FORKED, Grow(1)]
     assert told(run, "PROV", interval=1000)[0] == []
     (violation,), _ = told(run, "PROV", change(BlockCopied, tokens=1), interval=1000)
     assert "position 5 from block 3, offset 1" in violation.message
@@ -554,3 +687,192 @@ def test_an_audit_tells_of_the_first_request_that_has_lost_something(lost: Seque
     run = [prompt(4), prompt(4, 1), *STEP, prompt(1, 2)]
     violations, _ = told(run, "PROV", lambda events: [*events, *overwritten(*lost)])
     assert [violation.request for violation in violations] == [lost[0] - 1]
+
+
+@pytest.mark.parametrize(
+    ("offset", "named"),
+    [
+        (0, None),  # its row was published before
+        (4, "block 2 is findable as row 1 of request 0, but its offset 0 holds freed"),
+        (7, "block 2 is findable as row 1 of request 0, but its offset 3 holds freed"),
+        (8, None),
+    ],
+)
+def test_what_no_step_has_read_is_compared_when_it_is_published(
+    offset: int, named: str | None
+) -> None:
+    """Nobody moves the bytes of steps here but the test, which spoils one when all is computed."""
+    witness = Witness(2)
+    valid = next(kind for kind in CHECKS if kind.id() == "VALID")
+    checker = Checker(witness, checks=[valid], interval=0)  # type: ignore[arg-type]
+    shadows = checker.checks[0].shadows
+    for operation in (prompt(9), Launch(4), Retire(), Launch(), Retire()):
+        for request in checker.books.requests.values():
+            for shadow, table in zip(shadows, request.tables, strict=True):
+                shadow.write(request.tags, 0, 9, table)
+            if request.scheduled == 9:
+                shadows[1].content[4 + offset] = FREED
+        outcome = witness.subject.apply(operation)
+        checker.observe(operation, outcome, list(witness.subject.drain_events()))
+    found = [(one.message, one.group, one.block, one.request) for one in checker.violations]
+    assert found == ([] if named is None else [(named, 1, 2, 0)])
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+def serve(request: int) -> Callable[[Any], Any]:
+    return lambda items: [replace(items[0], request=request), *items[1:]]
+
+
+LOADING = (prompt(6), *STEP, Preempt(0, swap=True), Resume(0, late=True))
+
+
+def test_a_step_serves_the_oldest_that_can_run() -> None:
+    run = [*LOADING, prompt(4, 1), prompt(4, 2), Launch(4)]
+    assert told(run, "CAP")[0] == []
+    (violation,), _ = told(run, "CAP", change(StepLaunched, items=serve(2)))
+    assert violation.message == (
+        "step 1 leaves 4 tokens of request 1 uncomputed, but serves request 2, which was admitted "
+        "later"
+    )
+    assert violation.request == 1
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        [prompt(8), Launch(4), Launch(4), Launch(4)],
+        [prompt(4), Preempt(0), Resume(0, 33)],
+        [prompt(4), *[prompt(1, 1)] * 3, prompt(1, 1)],
+        [prompt(16), prompt(13, 1), prompt(5, 2)],
+        [prompt(8), *STEP, Finish(0), prompt(24, 1), prompt(9)],
+        [prompt(1), Offload()],
+        [*CACHED, PROMOTE],
+        [*SAVED, Finish(0), Evict(9), Evict(9, "host"), Slow(2), FETCH],
+    ],
+)
+def test_what_is_refused_rightly_is_no_matter_of_cap(run: Sequence[AnyOperation]) -> None:
+    assert told(run, "CAP", status="refused")[0] == []
+
+
+@pytest.mark.parametrize(
+    ("check", "run", "says", "message", "request_id"),
+    [
+        ("LIFE", [prompt(6), *STEP, Fork(0, 2)], {"children": (1,)}, "into 2 made 1 children", 0),
+        ("LIFE", [prompt(6), *STEP, Fork(0)], {"children": (1, 2)}, "into 1 made 2 children", 0),
+        ("CAP", [*SAVED, Corrupt()], {"count": 9}, "corrupt: 9 were counted, but it", None),
+    ],
+)
+def test_a_wrong_answer_is_told_with_whose_it_is(
+    check: str,
+    run: Sequence[AnyOperation],
+    says: dict[str, Any],
+    message: str,
+    request_id: int | None,
+) -> None:
+    violations, _ = told(run, check, says=says)
+    named = [one.request for one in violations if message in one.message]
+    assert named == [request_id]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        [prompt(1)],
+        [prompt(1), Launch()],
+        [*CACHED, Evict(1)],
+        [*CACHED, Reset()],
+        STORING,
+        [*STORED, Finish(0), Evict(9), PROMOTE],
+        [Withhold("host", 2)],
+        [*SAVED, Corrupt()],
+        [*SAVED, Restart()],
+        [Slow(2)],
+    ],
+)
+def test_what_names_no_candidate_is_never_skipped(run: Sequence[AnyOperation]) -> None:
+    assert told(run, "CAP")[0] == []
+    nothing = {"status": "skipped", "request": None, "cached_tokens": 0, "transfers": ()}
+    violations, _ = told(run, "CAP", says=nothing)
+    kind = type(run[-1]).__name__.lower()
+    assert len(violations) == 1
+    assert violations[0].message.startswith(f"{kind} was skipped, but it should have been done")
+
+
+def test_what_is_computed_need_not_be_findable_where_nothing_is_cached() -> None:
+    assert told([prompt(8), *STEP], "VALID", prefix_caching=False)[0] == []
+
+
+def test_all_blocks_that_a_crash_left_whole_on_disk_are_there() -> None:
+    tokens = prompt_tokens(prompt(8).prompt)
+    first = block_key(root_key(0, 0, 0), tokens[:4], b"")
+    keys = [first, block_key(first, tokens[4:], b"")]
+    run = [*STORED, Offload("disk"), Restart()]
+    both: Lie = change(TierReopened, slots=[0, 1], keys=keys)
+    assert told(run, "XFER", both)[0] == []
+
+
+BOUNDED: dict[str, Any] = {"exact_admission": False}
+
+
+def test_a_hit_on_all_that_is_asked_for_takes_no_free_block() -> None:
+    admit = Admit((Segment(0, 9),), slots=8)
+    run = [prompt(8), *STEP, admit]
+    assert told(run, "CAP", semantics=BOUNDED, blocks=2)[0] == []
+
+
+def test_what_is_kept_behind_a_window_says_in_which_group() -> None:
+    windows = BOUNDED | {"windows": (0, 5)}
+    (violation,) = told([prompt(9), *STEP, Grow(0)], "CAP", semantics=windows, groups=2)[0]
+    assert (violation.group, violation.block, violation.request) == (1, 1, 0)
+    assert "behind its window" in violation.message
+
+
+def test_an_audit_names_one_entry_that_is_wrong() -> None:
+    run = [*CACHED, prompt(1, 1)]
+    (violation,) = told(run, "VALID", view={"index": lambda index: {}})[0]
+    assert "finds nothing under key" in violation.message
+
+
+MESSAGES: list[tuple[Sequence[AnyOperation], Lie | None, dict[str, Any], str]] = [
+    (
+        [*CACHED, prompt(1, 1)],
+        change(BlocksAllocated, blocks=[1]),
+        {},
+        "block 1 was given to request 1 while its old content was still findable",
+    ),
+    (
+        [prompt(8), *STEP],
+        change(BlocksPublished, blocks=[1], keys=lambda keys: keys[:1]),
+        {},
+        "row 1 of request 0 is complete in block 2",
+    ),
+    ([*STORING, Complete()], None, GONE, "the host finds nothing under key"),
+    ([*STORING, Complete()], None, GONE, "but it should find block 0"),
+    (STORED, None, {"tier_index": lambda index: {**index, b"x": 2}}, "it should find nothing"),
+    (
+        STORED,
+        None,
+        {"tier_content": lambda content: None},
+        "host block 0 is findable, but its bytes are damaged",
+    ),
+]
+
+
+@pytest.mark.parametrize(("run", "lie", "view", "says"), MESSAGES)
+def test_what_is_not_valid_is_told_in_words(
+    run: Sequence[AnyOperation], lie: Lie | None, view: dict[str, Any], says: str
+) -> None:
+    violations, _ = told(run, "VALID", *([lie] if lie else []), view=view)
+    assert says in violations[0].message
+
+
+def test_bytes_that_nobody_shows_are_not_compared() -> None:
+    run = [*LEAVING, Complete(), Resume(0)]
+    assert told(run, "XFER", semantics={"tier_bytes": False})[0] == []
+
+
+def test_who_has_computed_all_may_end_where_releases_are_not_fenced() -> None:
+    at_once = {"fences_releases": False, "stream_order": False}
+    assert told([prompt(5), *STEP, Finish(0)], "CAP", semantics=at_once)[0] == []

@@ -33,7 +33,7 @@ SUBJECTS = "kvproof.stateful_tests.subjects."
 @pytest.mark.parametrize(
     ("module", "load", "told"),
     [
-        ("vllm_manager", "load_vllm", "vllm:manager needs vLLM 0.33.x"),
+        ("vllm_package", "load_vllm", "vllm:manager needs vLLM 0.33.x"),
         ("transformers_loading", "load_transformers", "transformers needs transformers 5.24"),
         ("sglang_package", "load_sglang", "sglang:radix needs SGLang 0.5.23"),
     ],

@@ -5,6 +5,7 @@ Needs what that script needs; it has no part of vLLM.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import tomllib
 from collections.abc import Callable
@@ -154,9 +155,8 @@ def test_where_other_subjects_are_driven_they_may_reach_more(
     told = [
         foreign.Result(foreign.MODULES[0], n, "f", 7, "a", "b", o) for n, o in enumerate(outcomes)
     ]
-    journal, reached = tmp_path / "results.jsonl", tmp_path / "reached.json"
+    journal = tmp_path / "results.jsonl"
     journal.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in told))
-    reached.write_text("{}")
     conditions = foreign.Conditions(["c0ffee"], ["one"])
     (tmp_path / "conditions.json").write_bytes(msgspec.json.encode(conditions))
 
@@ -164,7 +164,49 @@ def test_where_other_subjects_are_driven_they_may_reach_more(
     assert len(foreign.results(journal)) == 3
     foreign.forget_unreached(tmp_path, ["one", "two"])
     assert list(foreign.results(journal).values()) == [told[0], told[2]]
-    assert not reached.exists()
+
+
+def test_what_a_subject_reaches_is_looked_for_once(
+    foreign: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def reached_lines(subject: str) -> dict[str, set[int]]:
+        asked.append(subject)
+        return {"pool": {len(asked)}}
+
+    monkeypatch.setattr(foreign, "reached_lines", reached_lines)
+    monkeypatch.setattr(foreign, "commit", lambda: "c0ffee")
+    assert foreign.begin(tmp_path, ["one"]) == {"one": {"pool": {1}}}
+    both = {"one": {"pool": {1}}, "two": {"pool": {2}}}
+    assert foreign.begin(tmp_path, ["one", "two"]) == both
+    assert foreign.begin(tmp_path, ["two"]) == {"two": both["two"]}
+    assert asked == ["one", "two"]
+
+
+def test_what_finds_fault_with_vllm_as_it_is_reaches_nothing(
+    foreign: ModuleType, mutants: dict[tuple[str, str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del mutants  # which stand for vLLM's
+    monkeypatch.setattr(foreign, "MODULES", ("pool",))
+    monkeypatch.setattr(foreign, "REACHING_SECONDS", 0.05)
+
+    def search(*_: Any, **more: Any) -> None:
+        pool = importlib.import_module("pool").Pool()
+        while True:
+            pool.take(1)
+            more["on_run"](None)
+
+    monkeypatch.setattr(foreign, "search", search)
+    reached = foreign.reached_lines("one")["pool"]
+    assert {4, 7} <= reached
+    assert 6 not in reached
+    found = SimpleNamespace(
+        violation=SimpleNamespace(property="CONS"), case=SimpleNamespace(operations=[1])
+    )
+    monkeypatch.setattr(foreign, "search", lambda *_, **more: found)
+    with pytest.raises(RuntimeError, match="one, unchanged: CONS"):
+        foreign.reached_lines("one")
 
 
 def test_each_explanation_begins_with_its_kind(foreign: ModuleType) -> None:

@@ -195,4 +195,5 @@ def test_pieces_are_a_promise_of_their_own() -> None:
     silent = Semantics(eviction_order="any", release_order="any")
     assert not Order.promised(silent)
     assert Order.promised(replace(silent, exact_eviction=False))
+    assert not Order.promised(replace(silent, exact_eviction=False, groups=2, windows=(0, 5)))
     assert Order.promised(replace(silent, eviction_order="shown"))

@@ -107,7 +107,7 @@ def test_the_loop_passes_it() -> None:
 
 
 def test_check_finds_nothing_in_it(tmp_path: Path) -> None:
-    report = check_subject(NAME, seconds=3, seed="template", out=tmp_path)
+    report = check_subject(NAME, runs=60, seed="template", out=tmp_path)
     assert report.finding is None
     assert report.loop.ops > 0
     assert report.machine.ops > 0

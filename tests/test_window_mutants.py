@@ -175,18 +175,68 @@ def test_a_table_is_compared_where_it_was_replaced_in_one_group() -> None:
     assert where(told) == [(1, 5, 0)]
 
 
-@pytest.mark.parametrize("row", [0, 1, 2])
-def test_an_audit_compares_all_rows_that_a_step_in_flight_reads(row: int) -> None:
+@pytest.mark.parametrize(("group", "row"), [(0, 0), (0, 2), (1, 1), (1, 2)])
+def test_an_audit_compares_all_rows_that_a_step_in_flight_reads(group: int, row: int) -> None:
     """Also those that an earlier step was seen to read."""
     told = Told(Prov)
     told.compute()
-    table = [4, 5, 6]
-    table[row] = 8
-    told.launch([1, 2, 3], table, tokens=0)
+    tables = [list(table) for table in TABLES]
+    tables[group][row] = 8
+    told.launch(*tables, tokens=0)
     assert told.violations == []
     told.check.audit()
-    assert where(told) == [(1, 8, 0)]
+    assert where(told) == [(group, 8, 0)]
     assert f"reads row {row} of request 0" in told.violations[0].message
+
+
+def test_a_table_may_name_old_blocks_behind_the_window() -> None:
+    told = Told(Prov)
+    told.compute()
+    told.launch([1, 2, 3], [8, 5, 6], tokens=0)
+    told.check.audit()
+    assert told.violations == []
+
+
+@pytest.mark.parametrize("told_anew", [False, True])
+@pytest.mark.parametrize("stream_order", [False, True])
+def test_a_step_reads_no_row_of_its_window_that_was_given_back(
+    told_anew: bool, stream_order: bool
+) -> None:
+    """Though an earlier step was seen to read it, and right at that step."""
+    told = Told(Prov, stream_order=stream_order)
+    told.compute()
+    told.grow()
+    told.tell(BlocksOutlived(1, 0, [5]))
+    assert told.violations == []
+    step = told.launch(*([] if told_anew else TABLES), tokens=1)
+    told.tell(StepRetired(step))
+    says = "reads position 3 from block 0" if told_anew else "names block 5, but the request was"
+    assert says in told.violations[0].message
+
+
+@pytest.mark.parametrize("stream_order", [False, True])
+def test_a_step_needs_no_row_behind_its_window(stream_order: bool) -> None:
+    told = Told(Prov, stream_order=stream_order)
+    told.compute()
+    told.grow()
+    told.tell(BlocksOutlived(1, 0, [4]))
+    told.compute()
+    told.check.audit()
+    assert told.violations == []
+    assert told.books.requests[0].trusted_rows == [3, 3]
+
+
+@pytest.mark.parametrize(("tokens", "seen"), [(1, []), (2, [(1, 5, 0)])])
+def test_in_stream_order_an_audit_reads_from_the_window_of_the_next_step(
+    tokens: int, seen: list[tuple[int, int, int]]
+) -> None:
+    """That computes position 5: of the block with positions 2 and 3, it reads the latter."""
+    told = Told(Prov, stream_order=True)
+    told.compute(4)
+    told.launch(tokens=1)
+    told.tell(BlockCopied(1, 9, 0, 8, 5, tokens))
+    told.check.audit()
+    assert where(told) == seen
 
 
 def test_a_table_may_name_more_than_a_step_reads() -> None:

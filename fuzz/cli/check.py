@@ -34,7 +34,12 @@ from kvproof.invariants.goals import Goal
 from kvproof.invariants.scheduling.vocabulary import Promises
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import counted, tallied
-from kvproof.stateful_tests.subjects import VLLM_SCHEDULERS, subject_factory, subject_families
+from kvproof.stateful_tests.subjects import (
+    VLLM_ONE_GROUP,
+    VLLM_SCHEDULERS,
+    subject_factory,
+    subject_families,
+)
 from kvproof.stateful_tests.subjects.policies import (
     EVICTION_POLICIES,
     is_eviction_policy,
@@ -43,7 +48,7 @@ from kvproof.stateful_tests.subjects.policies import (
 
 _SHOWN_CASE_LINES = 40
 
-_VLLM = " or ".join(VLLM_SCHEDULERS)
+_VLLM = " or ".join(VLLM_ONE_GROUP)
 
 
 def check(

@@ -22,6 +22,7 @@ from kvproof.invariants.events import (
     BlocksReused,
     BlocksShared,
     Event,
+    KeyMoved,
     ReleaseFenced,
     SlotsEvicted,
     SlotsReleased,
@@ -96,6 +97,7 @@ class _Ledger:
             BlocksShared: lambda e: self._hold(_blocks(e), f"r{e.request}"),
             BlockCopied: self._copied,
             BlockMerged: self._copied,
+            KeyMoved: self._moved,
             BlocksReleased: self._released,
             BlocksOutlived: self._released,
             ReleaseFenced: self._fenced,
@@ -159,6 +161,11 @@ class _Ledger:
 
     def _publish(self, places: Iterable[Place], keys: Iterable[bytes]) -> None:
         self._keys.update(zip(places, keys, strict=False))
+
+    def _moved(self, event: KeyMoved) -> None:
+        key = self._keys.pop(("device", event.group, event.source), None)
+        if key is not None:
+            self._keys["device", event.group, event.target] = key
 
     def _unpublish(self, places: Iterable[Place]) -> None:
         for place in places:

@@ -114,7 +114,7 @@ class Cap(Answers):
         ),
     )
     positive_control = "boundary-block-too-early"
-    concludes_on = (Launch, Offload, Promote, Grow, Decode)
+    concludes_on = (Launch, Offload, Promote, Grow, Decode, Reserve)
     concludes_when = ("done",)
 
     def __init__(self, *arguments: object) -> None:
@@ -164,7 +164,7 @@ class Cap(Answers):
 
     def concludes(self, kind: type[Operation], status: Status) -> bool:
         return super().concludes(kind, status) and (
-            kind not in (Grow, Decode) or any(self.semantics.windows)
+            kind not in (Grow, Decode, Reserve) or any(self.semantics.windows)
         )
 
     # -- predictions, from the books as they were before the operation ---------------------------
@@ -334,9 +334,12 @@ class Cap(Answers):
         request = self._known(outcome.request)
         if request is None:
             return
-        pending = request.running and request.computed < len(request.tags)
         semantics = self.semantics
-        may_not = pending and not (semantics.fences_releases or semantics.stream_order)
+        # States are in place when their steps are launched, and not before.
+        come_so_far = self.books.written(request) if semantics.states else request.computed
+        pending = request.running and come_so_far < len(request.tags)
+        at_any_time = semantics.stream_order and not semantics.states
+        may_not = pending and not (semantics.fences_releases or at_any_time)
         self.judge(operation, outcome, NOT_LAUNCHED if may_not else None)
 
     def _fork(self, operation: Fork, outcome: Outcome) -> None:
@@ -380,7 +383,7 @@ class Cap(Answers):
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
         if isinstance(operation, Launch):
             self._steps.launched(operation)
-        elif isinstance(operation, Grow | Decode):
+        elif isinstance(operation, Grow | Decode | Reserve):
             self._bounds.grown(outcome)
         elif self.semantics.exact_tiers and isinstance(operation, Offload | Promote):
             self._tiers.copied(operation, outcome)

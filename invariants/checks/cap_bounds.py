@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvproof.invariants.checks.cap_answers import Answers
+from kvproof.invariants.group_books import GroupBooks
 from kvproof.invariants.operations import (
     Admit,
     Decode,
@@ -19,6 +20,7 @@ from kvproof.invariants.operations import (
     kind_of,
 )
 from kvproof.invariants.outcomes import (
+    HIT_PENDING,
     LARGER_THAN_POOL,
     NO_FREE_BLOCKS,
     TOO_MANY_REQUESTS,
@@ -38,6 +40,7 @@ class Bounds:
         self._books = check.books
         self._groups = check.groups
         self._short = short
+        self._states = frozenset(check.semantics.states)
         self._windows = [check.books.window(group.group) for group in check.groups]
 
     def handlers(self) -> Mapping[type[Operation], OperationHandler]:
@@ -78,6 +81,8 @@ class Bounds:
         if not self._may_run(operation, outcome):
             return
         most, hit = self._rows(tokens), 0
+        for place in self._states:
+            most[place] += 2  # a copy of the state that it hits, and one that it leaves
         if outcome.status == "done":
             hit = outcome.cached_tokens
             why = self._no_hit(tags, hit, hit_below) if hit else None
@@ -108,10 +113,13 @@ class Bounds:
             return f"of {below} tokens the last one is to be computed"
         if cached % self._books.hit_tokens:
             return f"blocks have {self._books.hit_tokens}"
-        for group, window in zip(self._groups, self._windows, strict=True):
+        for group in self._groups:
             size = group.block_size
-            first = max(0, cached + 1 - window) // size if window else 0
-            for row in range(first, cached // size):
+            if group.group in self._states:
+                if tags[cached - 1] not in group.key_of_tag:
+                    return "the state there is not findable"
+                continue
+            for row in range(self._books.first_row(group.group, cached), cached // size):
                 if tags[(row + 1) * size - 1] not in group.key_of_tag:
                     return f"its row {row} is not findable"
         return None
@@ -129,14 +137,20 @@ class Bounds:
         """Free blocks that each group takes at least: beside a hit, and for it."""
         takes = [0] * len(rows)
         for place, group in enumerate(self._groups):
+            if place in self._states:
+                takes[place] = 1 + self._revived(group, tags[max(0, cached - 1) : cached])
+                continue
             if self._windows[place]:
                 continue  # what is behind it needs none
-            size, refs = group.block_size, group.refs
+            size = group.block_size
             takes[place] = max(0, rows[place] - cached // size)
-            for tag in tags[size - 1 : cached : size]:
-                equal = group.blocks_of[group.key_of_tag[tag]]
-                takes[place] += not any(refs[block] for block in equal)
+            takes[place] += self._revived(group, tags[size - 1 : cached : size])
         return takes
+
+    def _revived(self, group: GroupBooks, tags: Tags[int]) -> int:
+        """Free blocks that a hit takes at least, on what has these tags."""
+        held, found = group.refs, [group.blocks_of[group.key_of_tag[tag]] for tag in tags]
+        return sum([not any(held[block] for block in equal) for equal in found])
 
     def _grow(self, operation: Grow, outcome: Outcome) -> None:
         request = self._known(outcome.request)
@@ -167,7 +181,8 @@ class Bounds:
                 least[place] += -len(table) if self._windows[place] else more
                 # The block that it writes next may have to be copied.
                 row = request.length // self._groups[place].block_size
-                most[place] += more + (row < len(table) and refs[table[row]] > 1)
+                copied = row < len(table) and refs[table[row]] > 1
+                most[place] += more + (copied or place in self._states)
         if outcome.status == "refused" and any(self._never_fits(tokens) for _, tokens in wanted):
             return
         self._judge(operation, outcome, least, most)
@@ -184,8 +199,17 @@ class Bounds:
         elif not self._check.semantics.keeps_room and (
             (outcome.reason == NO_FREE_BLOCKS and not self._short(most))
             or (outcome.reason == LARGER_THAN_POOL and not self._larger_than_pool(most))
+            or (outcome.reason == HIT_PENDING and not self._anything_comes())
         ):
             self._check.wrong_answer(operation, outcome, None)
+
+    def _anything_comes(self) -> bool:
+        """Whether a hit may be pending: a lower tier has what it needs, or a state is findable that
+        no step was launched for."""
+        if self._books.tiers is not None:
+            return True
+        owed = [owed for place in self._states for owed in self._groups[place].owed.values()]
+        return not all(map(self._books.due, owed))
 
     def _rows(self, tokens: int) -> list[int]:
         """Blocks of each group for so many tokens."""
@@ -205,12 +229,14 @@ class Bounds:
 
     def grown(self, outcome: Outcome) -> None:
         """What is behind a window is given back when its request grows, at the latest."""
+        if self._check.semantics.windows_lag:
+            return
         for number in (outcome.request, *outcome.children):
             request = self._known(number)
             if request is None:
                 continue
             for group, window in zip(self._groups, self._windows, strict=True):
-                behind = max(0, request.computed + 1 - window) // group.block_size if window else 0
+                behind = self._books.first_row(group.group, request.computed)
                 table = request.tables[group.group][:behind]
                 kept = [b for b in table if b not in self._check.semantics.reserved]
                 if kept:

@@ -45,7 +45,7 @@ class Steps:
         for request in self._books.running:
             if request.loading:
                 continue
-            pending = self._computable(request) - request.scheduled
+            pending = self._computable(request) - request.begins
             if pending > 0:
                 total += pending
         return total
@@ -71,7 +71,7 @@ class Steps:
             request = running[index]
             if request.loading:
                 continue
-            pending = self._computable(request) - request.scheduled
+            pending = self._computable(request) - request.begins
             if pending > 0:
                 expected.append((request.id, tokens if tokens < pending else pending))
         self._expected = expected

@@ -18,6 +18,7 @@ from kvproof.invariants.events import (
     BlockMerged,
     BlocksAllocated,
     Event,
+    KeyMoved,
     StepItem,
     StepLaunched,
     TransferStarted,
@@ -62,6 +63,7 @@ class Excl(Check):
             BlocksAllocated: self._allocated,
             BlockCopied: self._copied,
             BlockMerged: self._replaced,
+            KeyMoved: self._moved,
             TransferStarted: self._copy_starts,
         }
 
@@ -111,7 +113,7 @@ class Excl(Check):
             if target != "device":
                 why = why or self._slot_taken(target, event.group, block)
             elif event.kind == "promote":
-                why = why or self._block_taken(self.groups[event.group], block)
+                why = why or self._block_taken(self.groups[event.group], block, event.request)
             if why:
                 self.fail(
                     f"transfer {event.transfer} ({event.kind}) is to write {target} block "
@@ -123,8 +125,12 @@ class Excl(Check):
                 )
                 return
 
-    def _block_taken(self, group: GroupBooks, block: int) -> str | None:
-        if group.refs[block]:
+    def _block_taken(self, group: GroupBooks, block: int, request: int | None) -> str | None:
+        model = self.books.known.get(request) if request is not None else None
+        own = model is not None and block in model.tables[group.group]
+        if request is not None and not own:
+            return f"which request {request} does not have"
+        if group.refs[block] > own:
             return f"which {self._owners(group, block)} holds"
         if block in self._reserved:
             return "which is reserved"
@@ -169,6 +175,10 @@ class Excl(Check):
         self._handed_out(group, event.target, event.request)
         self._replaced(event)
 
+    def _moved(self, event: KeyMoved) -> None:
+        self._handed_out(self.books.groups[event.group], event.target, event.request)
+        self.checked += 1
+
     def _replaced(self, event: BlockCopied | BlockMerged) -> None:
         """The table named the block that it names no longer."""
         request = self.books.known.get(event.request)
@@ -192,6 +202,8 @@ class Excl(Check):
             for group in self.groups:
                 size = group.block_size
                 first, end = item.start // size, (item.end - 1) // size + 1
+                if group.group in self.semantics.states:
+                    first = end - 1
                 number, refs, key_of = group.group, group.refs, group.key_of
                 written = request.tables[number][first:end]
                 named = item.tables[number][first:end]

@@ -48,19 +48,19 @@ class Key(Check):
     def _published(self, event: BlocksPublished) -> None:
         request = self.books.known.get(event.request)
         size, row = self.groups[event.group].block_size, event.row
-        end = (row + len(event.blocks)) * size
+        end = event.tokens or (row + len(event.blocks)) * size
         if request is None or end > request.length:
             return  # LIFE, VALID
         self.checked += 1
-        tags = request.tags[(row + 1) * size - 1 : end : size]
+        tags = self.books.published_tags(event, request)
         tag_of_key, key_of_tag = self._tag_of_key[event.group], self._key_of_tag[event.group]
-        for index, key in enumerate(event.keys):
-            tag = tags[index]
+        # One state has one tag: of several blocks, VALID tells.
+        for block, key, tag in zip(event.blocks, event.keys, tags, strict=False):
             if tag_of_key.setdefault(key, tag) != tag:
-                self._collision(event, event.blocks[index], key)
+                self._collision(event, block, key)
                 return
             if key_of_tag.setdefault(tag, key) != key:
-                self._unstable(event, event.blocks[index], key_of_tag[tag], key)
+                self._unstable(event, block, key_of_tag[tag], key)
                 return
         if len(tag_of_key) > _REMEMBERED:
             self._forget(event.group)
@@ -97,6 +97,8 @@ class Key(Check):
         group = self.groups[event.group]
         size = group.block_size
         tags = request.tags[(event.row + 1) * size - 1 :: size]
+        if event.group in self.semantics.states:
+            tags = request.tags[request.computed - 1 : request.computed]
         if isinstance(group, PooledBooks):
             self._of_the_group(event, group)
         for block, tag in zip(event.blocks, tags, strict=False):

@@ -46,6 +46,10 @@ _WITHOUT_TIERS = dict.fromkeys(
 )
 
 
+FINDABLE = "findable_tokens"
+"""A figure of requests beyond those of the chapter."""
+
+
 class Met(Check):
     """Metrics."""
 
@@ -78,17 +82,21 @@ class Met(Check):
     def promised(cls, semantics: Semantics) -> bool:
         return bool(semantics.exports or semantics.exports_per_request)
 
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self._of_requests = self.semantics.exports_per_request
+
     def audit(self) -> None:
         semantics = self.semantics
         self.checked += self.promised(semantics)
         if semantics.exports:
             self._compare(self.view.metrics(), self._expected(), semantics.exports)
-        if semantics.exports_per_request:
+        if self._of_requests:
             for request in self.books.requests.values():
                 self._compare(
                     self.view.request_metrics(request.id),
                     self._expected_of(request),
-                    semantics.exports_per_request,
+                    self._of_requests,
                     request.id,
                 )
 
@@ -119,13 +127,14 @@ class Met(Check):
         """The scheduler's figures by the books."""
         books, figures = self.books, self.books.figures
         block_bytes = self.block_size * books.configuration.kv_bytes_per_token
-        total = sum([group.usable for group in self.groups])
-        used = sum([group.referenced for group in self.groups])
+        pools = self.groups[:1] if self.semantics.shared_pool else self.groups
+        total = sum([group.usable for group in pools])
+        used = sum([group.referenced for group in pools])
         return {
             "kv_capacity_bytes": total * block_bytes,
             "kv_bytes_used": used * block_bytes,
             "kv_blocks_total": total,
-            "kv_blocks_free": sum([group.free for group in self.groups]),
+            "kv_blocks_free": sum([group.free for group in pools]),
             "live_cached_tokens": sum([request.computed for request in books.running]),
             "active_sequences": len(books.running),
             "waiting_sequences": len(books.preempted),
@@ -175,9 +184,20 @@ class Met(Check):
 
     def _expected_of(self, request: RequestModel) -> dict[str, int]:
         """One request's figures by the books."""
-        return {
+        figures = {} if FINDABLE not in self._of_requests else {FINDABLE: self._findable(request)}
+        return figures | {
             "input_tokens": request.input_tokens,
             "cached_tokens": request.cached_tokens,
             "allocated_blocks": sum(map(len, request.tables)),
             "preemptions": request.epoch,
         }
+
+    def _findable(self, request: RequestModel) -> int:
+        """Tokens up to the last one of the request that is findable in its own blocks, in the group
+        where they are fewest."""
+        ends = []
+        for group, table in zip(self.groups, request.tables, strict=True):
+            tags = [group.tag_of[block] for block in table if block in group.key_of]
+            known = bool(tags) and tags[-1] in request.tags  # else KEY
+            ends.append(request.tags.index(tags[-1]) + 1 if known else 0)
+        return min(ends)

@@ -24,6 +24,7 @@ from kvproof.invariants.events import (
     BlocksEvicted,
     BlocksReleased,
     Event,
+    KeyMoved,
     SlotsEvicted,
     TransferStarted,
     why_evicted,
@@ -83,7 +84,7 @@ class Order(Check):
             handlers[BlocksEvicted] = self._evicted
             if self.semantics.exact_eviction:
                 handlers[BlocksAllocated] = self._allocated
-                handlers[BlockCopied] = self._copied
+                handlers |= {BlockCopied: self._copied, KeyMoved: self._copied}
         if self.books.tiers is not None:
             handlers[BlocksEvicted] = self._evicted
             handlers[SlotsEvicted] = self._slots_evicted
@@ -214,7 +215,7 @@ class Order(Check):
         if self.groups[event.group].evicting:
             self._needed(self.groups[event.group], len(event.blocks), event.request)
 
-    def _copied(self, event: BlockCopied) -> None:
+    def _copied(self, event: BlockCopied | KeyMoved) -> None:
         if self.groups[event.group].evicting:
             self._needed(self.groups[event.group], 1, event.request)
 
@@ -303,7 +304,8 @@ class Order(Check):
 
 
 def _in_pieces(semantics: Semantics) -> bool:
-    return semantics.eviction_order == "shown" or not semantics.exact_eviction
+    amounts = not semantics.exact_eviction and not any(semantics.windows)
+    return semantics.eviction_order == "shown" or amounts
 
 
 def _both(first: EventHandler | None, second: EventHandler) -> EventHandler:

@@ -21,6 +21,7 @@ from kvproof.invariants.events import (
     BlocksOutlived,
     BlocksReleased,
     Event,
+    KeyMoved,
     StepItem,
     StepLaunched,
     StepRetired,
@@ -55,6 +56,7 @@ class Prov(Check):
             StepLaunched: self._launched,
             BlockCopied: self._copied,
             BlockMerged: self._merged,
+            KeyMoved: self._moved,
             BlocksReleased: self._released,
             BlocksOutlived: self._released,
             BlocksEvicted: self._evicted,
@@ -66,6 +68,12 @@ class Prov(Check):
     def _in_stream_order(self) -> bool:
         return self.semantics.stream_order
 
+    def _computed(self, request: RequestModel, group: int) -> int:
+        """Tokens whose KV must be in the blocks that the request names."""
+        if group in self.semantics.states:
+            return self.books.written(request)  # the only state that there is
+        return request.computed
+
     # -- bytes move ----------------------------------------------------------------------------
 
     def _copied(self, event: BlockCopied) -> None:
@@ -76,7 +84,7 @@ class Prov(Check):
         # What was computed in the block must be in its copy, or it will be read from there.
         size = self.groups[event.group].block_size
         start = event.row * size
-        end = min(request.computed, start + size)
+        end = min(self._computed(request, event.group), start + size)
         if start < end:
             self._compare(request, event.group, start, end, request.tables[event.group])
 
@@ -88,20 +96,27 @@ class Prov(Check):
         # The block must hold what the one that it replaces held.
         size = self.groups[event.group].block_size
         start = event.row * size
-        end = min(request.computed, start + size)
+        end = min(self._computed(request, event.group), start + size)
         if start < end:
             self._compare(request, event.group, start, end, request.tables[event.group])
+
+    def _moved(self, event: KeyMoved) -> None:
+        self.shadows[event.group].copy(
+            event.source, event.target, self.groups[event.group].block_size
+        )
 
     def _released(self, event: BlocksReleased) -> None:
         self._poison_emptied(event.group)
 
     def _poison_emptied(self, group: int) -> None:
         emptied = self.groups[group].emptied
-        if emptied:
+        if emptied and self.semantics.copies_hold:  # otherwise a copy may still be to read them
             self.shadows[group].poison(emptied, FREED)
 
     def _evicted(self, event: BlocksEvicted) -> None:
         held, dead = self.groups[event.group].held, event.blocks
+        if not self.semantics.copies_hold:
+            return
         if not held.isdisjoint(dead):
             dead = [block for block in dead if block not in held]  # PIN
         self.shadows[event.group].poison(dead, EVICTED)
@@ -163,6 +178,15 @@ class Prov(Check):
         items = step.items
         for group, shadow in enumerate(self.shadows):
             write = shadow.write
+            if group in self.semantics.states:
+                # A step starts from the states that it finds: of the same step none.
+                for item, request in items:
+                    if item.start:
+                        before = item.start - 1
+                        self._compare(request, group, before, item.start, item.tables[group])
+                for item, request in items:
+                    write(request.tags, item.start, item.end, item.tables[group])
+                continue
             # All writes of a step come before its reads: in each layer, K and V before attention.
             for item, request in items:
                 write(request.tags, item.start, item.end, item.tables[group])
@@ -205,13 +229,14 @@ class Prov(Check):
         for request in self.books.running:
             for group, shadow in enumerate(self.shadows):
                 table, size = request.tables[group], shadow.block_size
-                end = min(request.computed, len(table) * size)
+                end = min(self._computed(request, group), len(table) * size)
                 owed = self.books.groups[group].owed
                 if owed:
                     # A hit on content that a step has yet to write (see Semantics.publishes).
                     first = next((r for r, b in enumerate(table) if b in owed), len(table))
                     end = min(end, first * size)
-                start = self._behind(group, request.computed)
+                # What only steps in flight may read is for them to find.
+                start = self._behind(group, self.books.written(request))
                 if start < end and not self._compare(request, group, start, end, table):
                     return
 
@@ -220,7 +245,8 @@ class Prov(Check):
         for step in self.books.steps:
             for (item, _), tables in zip(step.items, step.tables, strict=True):
                 for group, own in enumerate(tables):
-                    rows = -(-item.end // self.groups[group].block_size)
-                    if list(item.tables[group][:rows]) != own[:rows]:
-                        self._wrong_table(item, group, 0, item.tables[group], own)
+                    size = self.groups[group].block_size
+                    first, rows = self._behind(group, item.start) // size, -(-item.end // size)
+                    if list(item.tables[group][first:rows]) != own[first:rows]:
+                        self._wrong_table(item, group, first, item.tables[group], own)
                         return

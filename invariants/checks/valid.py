@@ -25,6 +25,7 @@ from kvproof.invariants.events import (
     BlocksPublished,
     BlocksReused,
     Event,
+    KeyMoved,
     SlotsEvicted,
     StepRetired,
     TierReopened,
@@ -90,6 +91,7 @@ class Valid(Check):
             BlocksAllocated: self._allocated,
             BlocksReused: self._reused,
             BlockMerged: self._merged,
+            KeyMoved: self._moved,
             BlocksPublished: self._published,
         }
         if self._below is not None:
@@ -144,14 +146,29 @@ class Valid(Check):
                 request=event.request,
             )
 
+    def _moved(self, event: KeyMoved) -> None:
+        self.checked += 1
+        findable = self.groups[event.group].key_of
+        if event.source not in findable or event.target in findable:
+            there = event.source in findable
+            self.fail(
+                f"what is findable in block {event.source} was moved to block {event.target}, but "
+                + ("the old content of that is still findable" if there else "nothing is"),
+                group=event.group,
+                block=event.target if there else event.source,
+                request=event.request,
+            )
+
     def _published(self, event: BlocksPublished) -> None:
         request = self.books.known.get(event.request)
         if request is None:
             return
         group, unit = self.books.groups[event.group], self.books.hit_tokens
-        end = (event.row + len(event.blocks)) * group.block_size
+        end = event.tokens or (event.row + len(event.blocks)) * group.block_size
         table = request.tables[event.group][event.row : event.row + len(event.blocks)]
-        if end > request.length:
+        if event.tokens and not self._inside(event, group):
+            self._incomplete(event, f"has no state of {event.tokens} tokens there")
+        elif end > request.length:
             self._incomplete(event, f"has only {request.length} tokens, not {end}")
         elif end > request.length // unit * unit:
             self._incomplete(event, f"has {request.length} tokens, and groups end at each {unit}")
@@ -165,6 +182,15 @@ class Valid(Check):
         elif not self._early and request.verified[event.group] < end:
             self._complete(group, request, event.row, len(event.blocks))
         self.checked += 1
+
+    def _inside(self, event: BlocksPublished, group: GroupBooks) -> bool:
+        """Whether it is of one state, in the row of that one, where a hit may end."""
+        return (
+            event.group in self.semantics.states
+            and len(event.blocks) == 1
+            and (event.tokens - 1) // group.block_size == event.row
+            and event.tokens % self.books.hit_tokens == 0
+        )
 
     def _incomplete(self, event: BlocksPublished, why: str) -> None:
         self.fail(
@@ -207,12 +233,14 @@ class Valid(Check):
                 if not self.books.due(owed):
                     continue
                 request, row, shadow = owed.request, owed.row, self.shadows[group.group]
+                whole = group.group in self.semantics.states
                 if shadow.last_tag(block) == request.tags[owed.end - 1]:
                     del group.owed[block]
                     continue
+                missing = "" if whole else self._missing(shadow, block, request, row)
                 self.fail(
                     f"block {block} is findable as row {row} of request {request.id}, but "
-                    f"no step has written it{self._missing(shadow, block, request, row)}",
+                    f"no step has written it{missing}",
                     group=group.group,
                     block=block,
                     request=request.id,
@@ -313,7 +341,7 @@ class Valid(Check):
         """The blocks of these positions were completed by the step that was just retired."""
         for group in self.groups:
             if self.books.window(group.group):
-                continue  # it may be behind the window already
+                continue  # it may be behind the window already, or no step may have ended there
             size, known = group.block_size, group.key_of_tag
             tags = request.tags[start + size - 1 : end : size]
             missing = [tag for tag in tags if tag not in known]

@@ -49,6 +49,7 @@ from kvproof.invariants.property import Check, Claim, EventHandler, OperationHan
 from kvproof.invariants.request_books import RequestModel
 from kvproof.invariants.slot_books import ENDS, TransferModel
 from kvproof.invariants.subject import Semantics
+from kvproof.invariants.tags import tag_at_end
 from kvproof.invariants.tier_books import Tiers
 
 _STARTED_BY: dict[type[Operation], tuple[TransferKind, ...]] = {
@@ -259,6 +260,9 @@ class Xfer(Check):
             return f"with {len(event.keys)} keys for {sources} blocks"
         if swap and event.request is None:
             return "for no request"
+        loads = event.kind == "promote" and not self.semantics.copies_hold
+        if loads != (event.request is not None) and not swap:
+            return "for no request" if loads else f"for request {event.request}"
         return None
 
     def _source_wrong(self, event: TransferStarted) -> str | None:
@@ -272,15 +276,15 @@ class Xfer(Check):
         tag_of: Mapping[int, int] | Sequence[int] = (
             group.tag_of if source == "device" else tiers.of(source)[event.group].tag_of
         )
+        released = source == "device" and not self.semantics.copies_hold
         for entry, key in zip(event.sources, event.keys, strict=True):
-            if key_of.get(entry) != key:
+            if (key not in tiers.content) if released else (key_of.get(entry) != key):
                 return f"from {source} block {entry}, where key {key.hex()[:12]}… is not findable"
-            tag = tag_of[entry]
-            known = (
-                tag in group.arriving or tag in group.key_of_tag
-                if target == "device"
-                else tiers.of(target)[event.group].awaits_or_has(tag)
-            )
+            tag = tag_at_end(tiers.content[key]) if released else tag_of[entry]
+            if target != "device":
+                known = tiers.of(target)[event.group].awaits_or_has(tag)
+            else:
+                known = tag in group.arriving or (event.request is None and tag in group.key_of_tag)
             if known:
                 return f"though the {target} has or awaits what {source} block {entry} holds"
         return None

@@ -35,10 +35,19 @@ class Bytes:
             self._check.shadows[group] if tier == "device" else self._tiers.of(tier)[group].shadow
         )
 
+    @property
+    def _holds(self) -> bool:
+        return self._check.semantics.copies_hold
+
     def copy_begins(self, event: TransferStarted) -> None:
         transfer = self._tiers.in_flight[event.transfer]
-        transfer.bytes = self._shadow(transfer.source, event.group).read(transfer.sources)
-        self._shadow(transfer.target, event.group).poison(transfer.targets, IN_FLIGHT)
+        if transfer.source == "device" and not self._holds:
+            content = self._tiers.content
+            transfer.bytes = b"".join([content.get(key, b"") for key in transfer.keys])
+        else:
+            transfer.bytes = self._shadow(transfer.source, event.group).read(transfer.sources)
+        if transfer.target != "device" or self._holds:
+            self._shadow(transfer.target, event.group).poison(transfer.targets, IN_FLIGHT)
         if event.kind == "swap_out" and event.request is not None:
             self._away[event.request, event.group] = self._really(
                 "device", event.group, transfer.sources
@@ -57,10 +66,10 @@ class Bytes:
         if event.result == "completed":
             self._copy(transfer, transfer.copied, len(transfer.sources))
             self._came_across(transfer)
-        else:
+        elif transfer.target != "device" or self._holds:
             self._shadow(transfer.target, transfer.group).poison(transfer.targets, FREED)
-            if transfer.request is not None:
-                self._away.pop((transfer.request.id, transfer.group), None)
+        if event.result != "completed" and transfer.request is not None:
+            self._away.pop((transfer.request.id, transfer.group), None)
         self._let_go(transfer.source, transfer.group)
         self._let_go(transfer.target, transfer.group)
 
@@ -76,8 +85,10 @@ class Bytes:
                 for i in range(len(sources))
                 if now[i * width : (i + 1) * width] != then[i * width : (i + 1) * width]
             )
+            at_rest = transfer.source != "device" or self._holds
+            what = "changed" if at_rest else "does not hold what its key stands for"
             self._check.fail(
-                f"{transfer.source} block {sources[index]} changed while transfer "
+                f"{transfer.source} block {sources[index]} {what} while transfer "
                 f"{transfer.number} ({transfer.kind}) copied it",
                 group=transfer.group,
                 block=sources[index],
@@ -98,7 +109,7 @@ class Bytes:
     def _came_across(self, transfer: TransferModel) -> None:
         """What was swapped, out or in, really is at its target as it was on the device before."""
         request = transfer.request
-        if request is None:
+        if request is None or transfer.loads:
             return
         row = self._not_as_before(transfer.target, transfer.group, request.id, transfer.targets)
         if row is not None:
@@ -141,6 +152,8 @@ class Bytes:
 
     def _let_go(self, tier: Tier, group: int) -> None:
         """Nobody's bytes are in what lost its last holder."""
+        if tier == "device" and not self._holds:
+            return
         books = self._check.groups[group] if tier == "device" else self._tiers.of(tier)[group]
         if books.emptied:
             self._shadow(tier, group).poison(books.emptied, FREED)

@@ -10,7 +10,7 @@ Costs: an iteration's work follows its parts, however many requests wait.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -42,6 +42,7 @@ class LiveRequest:
     """What a live request must look like to the scheduler."""
 
     __slots__ = (
+        "adapter",
         "arrival",
         "arrival_ns",
         "cache_request",
@@ -75,6 +76,7 @@ class LiveRequest:
         self.output_tokens = event.output_tokens
         self.priority = event.priority
         self.arrival_ns = event.arrival_ns
+        self.adapter = 0 if arrival is None else arrival.adapter
         self.arrival = arrival
         """The operation that brought it, which alone knows the prompt."""
         self.tags: Tags[int] | None = None
@@ -135,7 +137,7 @@ class LiveRequest:
         """Tags of the prompt of one that waits; None if nobody told what it is."""
         if self.tags is None and self.arrival is not None:
             arrival = self.arrival
-            self.tags = prompt_tags(arrival.prompt, arrival.salt, arrival.adapter, ())
+            self.tags = prompt_tags(arrival.prompt, arrival.salt, arrival.adapter, arrival.media)
         return self.tags
 
 
@@ -287,6 +289,14 @@ class SchedulingBooks:
         deferred = self.deferred
         return bool(deferred) and request.state == "waiting" and request.id >= deferred[0]
 
+    def lacks_adapter(self, request: LiveRequest, running: Iterable[LiveRequest]) -> bool:
+        """Whether its adapter is one too many beside these."""
+        most = self.cache.semantics.adapters
+        if not most or not request.adapter:
+            return False
+        used = adapters_of(running)
+        return len(used) >= most and request.adapter not in used
+
     def on_its_way(self, request: LiveRequest) -> bool:
         """Whether the first block of its prompt that the device lacks is being copied towards it.
 
@@ -304,7 +314,9 @@ class SchedulingBooks:
     def only_copied(self) -> bool:
         """Whether blocks are held by copies in flight and by nobody else: they will be free."""
         tiers = self.cache.tiers
-        for copy in tiers.in_flight.values() if tiers is not None else ():
+        if tiers is None or not self.cache.semantics.copies_hold:
+            return False
+        for copy in tiers.in_flight.values():
             if copy.source != "device" and copy.target != "device":
                 continue
             refs = self.cache.groups[copy.group].refs
@@ -514,6 +526,11 @@ class SchedulingBooks:
         figures.copies[kind] += 1
         figures.copy_time_ns[kind] += event.now_ns - copy.now_ns
         figures.copy_busy_ns[kind] += service_ns(copy)
+
+
+def adapters_of(requests: Iterable[LiveRequest]) -> set[int]:
+    """The adapters that any of these has."""
+    return {request.adapter for request in requests} - {0}
 
 
 def service_ns(copy: TransferQueued) -> int:

@@ -78,7 +78,6 @@ class SchedulingChecker:
         self.books = SchedulingBooks(limits, promises, configuration, cache.books)
         self.violations: list[Violation] = []
         self.operations = 0
-        self.audits = 0
         self.counts: dict[type[Operation], dict[Status, int]] = {
             kind: dict.fromkeys(STATUSES, 0) for kind in SCHEDULING_OPERATIONS
         }
@@ -149,7 +148,6 @@ class SchedulingChecker:
 
     def audit(self) -> Sequence[Violation]:
         """Compare everything with the view now; new violations, if any."""
-        self.audits += 1
         try:
             for check in self.checks:
                 check.audit()

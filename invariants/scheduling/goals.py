@@ -130,6 +130,13 @@ SCHEDULING_GOALS: tuple[Goal, ...] = (
         "reset",
         rare=True,
     ),
+    _goal(
+        "waits-for-adapter",
+        "the first waiting request waits, for its adapter is one too many",
+        "arrive",
+        "adapters",
+        rare=True,
+    ),
     _goal("finished", "a request gets its last output token", "arrive"),
     _goal("refused-for-ever", "a request that can never fit is refused", "arrive"),
     _goal("refused-by-model", "a request is longer than the model takes", "arrive", rare=True),
@@ -244,6 +251,7 @@ class SchedulingGoals:
         if len(books.running) == books.configuration.requests:
             self.hits["sequences-exhausted"] += 1
         first = next(iter(books.waiting.values()))
+        self.hits["waits-for-adapter"] += books.lacks_adapter(first, books.running.values())
         needed, free = books.rows(first.prompt_tokens), books.free_blocks()
         if needed > free:
             self.hits["waits-for-blocks"] += 1

@@ -42,10 +42,13 @@ class Hits:
         self._size = books.block_size
         self._together = sum if books.semantics.shared_pool else max
         self._caches = books.configuration.prefix_caching
+        self._windowed = any(books.semantics.windows)
         self._known: dict[int, Hit] = {}
 
     def of(self, request: int, tags: Tags[int]) -> Hit:
         """The longest prefix that is findable in every group, below the last token."""
+        if self._windowed:  # it may grow otherwise than row by row
+            return self._look_up(tags)
         self._forget_changed()
         known = self._known.get(request)
         if known is not None and known.length == len(tags) and not self._goes_on(known):
@@ -79,19 +82,21 @@ class Hits:
         unit, rows = self._books.hit_tokens, self._books.longest_hit(tags)
         end = rows * self._size
         limit = (len(tags) - 1) // unit * unit if self._caches else 0
-        blocks = tuple([set(_reused(group, tags, end)) for group in self._groups])
+        firsts = [self._books.first_row(group.group, end) for group in self._groups]
+        placed = list(zip(self._groups, firsts, strict=True))
+        blocks = tuple([set(_reused(group, tags, first, end)) for group, first in placed])
         revived = self._together(
             [
-                end // group.block_size - len(group.held & hit)
-                for group, hit in zip(self._groups, blocks, strict=True)
+                end // group.block_size - first - len(group.held & hit)
+                for (group, first), hit in zip(placed, blocks, strict=True)
             ]
         )
         next_tag = tags[end + unit - 1] if end < limit else None
         return Hit(rows, revived, blocks, len(tags), next_tag)
 
 
-def _reused(group: GroupBooks, tags: Tags[int], end: int) -> Iterator[int]:
-    """Of several equal blocks the one that was indexed first is reused."""
+def _reused(group: GroupBooks, tags: Tags[int], first: int, end: int) -> Iterator[int]:
+    """From that row on; of several equal blocks the one that was indexed first is reused."""
     size = group.block_size
-    keys = map(group.key_of_tag.__getitem__, tags[size - 1 : end : size])
+    keys = map(group.key_of_tag.__getitem__, tags[(first + 1) * size - 1 : end : size])
     return map(_first, map(group.blocks_of.__getitem__, keys))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvproof.invariants.events import Event
+from kvproof.invariants.operations import Arrive
 from kvproof.invariants.scheduling.vocabulary import (
     Completed,
     Deferred,
@@ -22,12 +23,12 @@ _TOLD = 14
 """The latest so many sentences; what came before is only counted."""
 
 
-def iterations_story(events: Iterable[Event], samples: Mapping[int, int]) -> str:
+def iterations_story(events: Iterable[Event], arrivals: Mapping[int, Arrive]) -> str:
     """Arrivals, plans and results, a clause each; equal iterations in a row are told once.
 
-    ``samples``: by arrival, the outputs that are wanted of one prompt, where they are several.
+    ``arrivals``: what brought each request, by its rank.
     """
-    clauses = list(_merged(_clauses(events, samples)))
+    clauses = list(_merged(_clauses(events, arrivals)))
     left_out = len(clauses) - _TOLD
     if left_out > 0:
         clauses = [f"({left_out} earlier ones left out)", *clauses[left_out:]]
@@ -40,18 +41,12 @@ def rejected_state(events: Sequence[Event]) -> str | None:
     return rejected.state if rejected is not None else None
 
 
-def _clauses(events: Iterable[Event], samples: Mapping[int, int]) -> Iterator[tuple[str, str]]:
+def _clauses(events: Iterable[Event], arrivals: Mapping[int, Arrive]) -> Iterator[tuple[str, str]]:
     """What to say, and what it is about: (subject, predicate)."""
     for event in events:
         match event:
             case RequestArrived():
-                wanted = samples.get(event.request, 1)
-                yield (
-                    f"r{event.request} arrives",
-                    f"({event.prompt_tokens} prompt tokens, at most {event.max_tokens} output"
-                    + (f", {wanted} samples" if wanted > 1 else "")
-                    + (f", priority {event.priority})" if event.priority else ")"),
-                )
+                yield f"r{event.request} arrives", _wants(event, arrivals.get(event.request))
             case Scheduled():
                 yield f"iteration {event.iteration}", said_of(event)
             case Completed() if event.finished:
@@ -67,6 +62,17 @@ def _clauses(events: Iterable[Event], samples: Mapping[int, int]) -> Iterator[tu
                 yield f"transfer {event.transfer}", f"({event.kind} of {blocks}) is queued"
             case TransferDelivered():
                 yield f"transfer {event.transfer}", "arrives"
+
+
+def _wants(event: RequestArrived, arrival: Arrive | None) -> str:
+    said = [f"{event.prompt_tokens} prompt tokens", f"at most {event.max_tokens} output"]
+    if arrival is not None and arrival.samples > 1:
+        said.append(f"{arrival.samples} samples")
+    if arrival is not None and arrival.adapter:
+        said.append(f"adapter {arrival.adapter}")
+    if event.priority:
+        said.append(f"priority {event.priority}")
+    return f"({', '.join(said)})"
 
 
 def said_of(event: Scheduled) -> str:

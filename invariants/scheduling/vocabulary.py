@@ -53,6 +53,8 @@ class Promises(Struct, frozen=True, omit_defaults=True):
     """Some request is admitted in each iteration that preempts nobody, if budget, sequences and
     blocks are left for every request that waits, to its end and with all that the running ones
     may still need (survey E09, E10)."""
+    copies_end_in: Annotated[int, Meta(ge=1)] | None = None
+    """Iterations, at most, that a copy is in flight.  None: each is told of, and when it is due."""
     starvation_bound: Annotated[int, Meta(ge=0)] | None = None
     """Iterations in a row, at most, that run a request which arrived later, but not this live,
     ready one (survey Q13)."""
@@ -111,7 +113,8 @@ class BlocksCounted(SchedulerEvent, frozen=True, gc=False):
 class BlocksHeld(SchedulerEvent, frozen=True, gc=False):
     """A request that waits, or was preempted, holds blocks before it is run.
 
-    They are those of its prefix hit, or what it shares with the request that it was forked from.
+    They are those of its prefix hit, those that a copy is to fill, or what it shares with the
+    request that it was forked from.
     """
 
     request: int

@@ -28,7 +28,8 @@ def _engine_groups() -> SubjectFactory:
 
 
 def _vllm_manager() -> SubjectFactory:
-    from kvproof.stateful_tests.subjects.vllm_manager import VllmManagerSubject, load_vllm
+    from kvproof.stateful_tests.subjects.vllm_manager import VllmManagerSubject
+    from kvproof.stateful_tests.subjects.vllm_package import load_vllm
 
     load_vllm()  # now, so that a missing package is bad input and not a crash of the subject
     return VllmManagerSubject
@@ -36,10 +37,18 @@ def _vllm_manager() -> SubjectFactory:
 
 def _vllm_groups(name: str) -> SubjectFactory:
     from kvproof.stateful_tests.subjects.vllm_groups import GROUPED
-    from kvproof.stateful_tests.subjects.vllm_manager import load_vllm
+    from kvproof.stateful_tests.subjects.vllm_package import load_vllm
 
     load_vllm()
     return GROUPED[name]
+
+
+def _vllm_states() -> SubjectFactory:
+    from kvproof.stateful_tests.subjects.vllm_package import load_vllm
+    from kvproof.stateful_tests.subjects.vllm_states import VllmStatesSubject
+
+    load_vllm()
+    return VllmStatesSubject
 
 
 def _vllm_scheduler(family: str, options: str = "fcfs", imports: bool = True) -> SubjectFactory:
@@ -53,6 +62,12 @@ def _vllm_offload(threshold: int = 1) -> SubjectFactory:
     from kvproof.stateful_tests.subjects.vllm_offload import vllm_offload_factory
 
     return vllm_offload_factory(threshold)
+
+
+def _vllm_connector(name: str) -> SubjectFactory:
+    from kvproof.stateful_tests.subjects.vllm_connector import vllm_connector_factory
+
+    return vllm_connector_factory(name)
 
 
 def _transformers(
@@ -71,9 +86,30 @@ def _sglang_radix() -> SubjectFactory:
     return SglangRadixSubject
 
 
-VLLM_SCHEDULER = "vllm:scheduler"
-VLLM_SCHEDULERS = (VLLM_SCHEDULER, "vllm:async_scheduler")
-"""Their names take options: vLLM's policy, and perhaps a scheduler class of the user's."""
+def _sglang_unified() -> SubjectFactory:
+    from kvproof.stateful_tests.subjects.sglang_package import load_sglang
+    from kvproof.stateful_tests.subjects.sglang_unified import SglangUnifiedSubject
+
+    load_sglang()
+    return SglangUnifiedSubject
+
+
+def _sglang_window() -> SubjectFactory:
+    from kvproof.stateful_tests.subjects.sglang_package import load_sglang
+    from kvproof.stateful_tests.subjects.sglang_window import SglangWindowSubject
+
+    load_sglang()
+    return SglangWindowSubject
+
+
+VLLM_ONE_GROUP = ("vllm:scheduler", "vllm:async_scheduler")
+VLLM_SCHEDULERS = (
+    *[f"{name}{groups}" for groups in (":groups", ":hybrid") for name in VLLM_ONE_GROUP],
+    *VLLM_ONE_GROUP,
+)
+"""Their names take options: vLLM's policy, and perhaps a scheduler class of the user's.  What
+begins with another one comes before it."""
+VLLM_CONNECTED = ("vllm:scheduler:offload", "vllm:scheduler:tiering")
 _SUBJECTS: dict[str, Callable[[], SubjectFactory]] = {
     "engine": _engine,
     "engine:groups": _engine_groups,
@@ -81,9 +117,11 @@ _SUBJECTS: dict[str, Callable[[], SubjectFactory]] = {
     "vllm:manager:groups": partial(_vllm_groups, "groups"),
     "vllm:manager:hybrid": partial(_vllm_groups, "hybrid"),
     "vllm:manager:unequal": partial(_vllm_groups, "unequal"),
-    **{name: partial(_vllm_scheduler, name) for name in VLLM_SCHEDULERS},
-    **{f"{name}:groups": partial(_vllm_scheduler, f"{name}:groups") for name in VLLM_SCHEDULERS},
+    "vllm:manager:states": _vllm_states,
+    **{name: partial(_vllm_scheduler, name) for name in sorted(VLLM_SCHEDULERS, key=len)},
     **{f"{name}:priority": partial(_vllm_scheduler, name, "priority") for name in VLLM_SCHEDULERS},
+    **{f"{name}:media": partial(_vllm_scheduler, f"{name}:media") for name in VLLM_ONE_GROUP},
+    **{name: partial(_vllm_connector, name) for name in VLLM_CONNECTED},
     "vllm:offload": _vllm_offload,
     "vllm:offload:twice": lambda: _vllm_offload(threshold=2),
     "transformers": _transformers,
@@ -91,6 +129,8 @@ _SUBJECTS: dict[str, Callable[[], SubjectFactory]] = {
     "transformers:offload": lambda: _transformers(kind="offload"),
     "transformers:hybrid": lambda: _transformers(kind="hybrid"),
     "sglang:radix": _sglang_radix,
+    "sglang:unified": _sglang_unified,
+    "sglang:unified:window": _sglang_window,
 }
 SUBJECT_NAMES = (*_SUBJECTS, "scheduler:POLICY", "eviction:POLICY")
 

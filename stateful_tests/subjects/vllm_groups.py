@@ -20,7 +20,7 @@ the end of the prompt inside it (``_cache_partial_tail_block``).  Such keys are 
 group of state-space layers has its states cached at block ends (``partial_hash_hits_enabled``):
 here, never.  They are the pool's ``cached_block_hashes_by_block``, and left out of the view.
 
-Not driven: groups of state-space layers, and with them hits that end inside a block.
+Groups of state-space layers are driven by :mod:`kvproof.stateful_tests.subjects.vllm_states`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,9 @@ from kvproof.invariants.operations import Grow
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.view import Standing
-from kvproof.stateful_tests.subjects.vllm_manager import (
-    NAME,
-    VllmManagerSubject,
-    VllmManagerView,
-    _Live,
-)
+from kvproof.stateful_tests.subjects.vllm_manager import VllmManagerSubject, _Live
+from kvproof.stateful_tests.subjects.vllm_manager_view import VllmManagerView
+from kvproof.stateful_tests.subjects.vllm_package import NAME
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -51,6 +48,11 @@ FACTORS = (1, 2, 3)
 """Blocks of groups of unequal size, in the configuration's block …"""
 _THREE_FROM = 16
 """… and from how many blocks on there is a group of each: in less, what all can hit hardly fits."""
+
+
+def windows_of(configuration: Configuration) -> tuple[int, int]:
+    """Of the hybrid's groups, see ``Semantics.windows``."""
+    return 0, configuration.block_size + 2
 
 
 class VllmGroupsView(VllmManagerView):
@@ -138,7 +140,10 @@ class VllmUnequalSubject(VllmGroupsSubject):
     def __init__(self, configuration: Configuration) -> None:
         factors = FACTORS if configuration.blocks >= _THREE_FROM else FACTORS[:2]
         sizes = tuple([factor * configuration.block_size for factor in factors])
-        self.semantics = replace(self.semantics, groups=len(sizes), block_sizes=sizes)
+        # vLLM's estimate of findable tokens counts keys of parts of blocks, too.
+        self.semantics = replace(
+            self.semantics, groups=len(sizes), block_sizes=sizes, exports_per_request=()
+        )
         super().__init__(configuration)
 
 
@@ -163,7 +168,7 @@ class VllmHybridSubject(VllmGroupsSubject):
     def __init__(self, configuration: Configuration) -> None:
         self.semantics = replace(
             self.semantics,
-            windows=(0, configuration.block_size + 2),
+            windows=windows_of(configuration),
             exact_admission=False,
             shorter_hits=False,
             keeps_room=False,

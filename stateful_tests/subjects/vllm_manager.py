@@ -26,20 +26,13 @@ How operations map:
   in vLLM.
 * ``computed`` in the view is the adapter's: the manager is told of it and keeps none, so comparing
   it says something of vLLM only at admissions.
-
-vLLM is imported when the first subject is built, not with this module.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 from bisect import insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from kvproof.invariants.events import (
@@ -59,7 +52,6 @@ from kvproof.invariants.operations import (
     Evict,
     Grow,
     Launch,
-    Media,
     Preempt,
     Reset,
     Retire,
@@ -74,219 +66,22 @@ from kvproof.invariants.outcomes import (
 from kvproof.invariants.prompts import (
     clip_media,
     prompt_length,
-    prompt_tokens,
     sampled_tokens,
 )
 from kvproof.invariants.subject import Configuration, Semantics
-from kvproof.stateful_tests.subjects.errors import unavailable
 from kvproof.stateful_tests.subjects.told_cache import (
     LiveRequest,
     ToldCache,
-    ToldCacheView,
     by_number,
     pick,
 )
+from kvproof.stateful_tests.subjects.vllm_manager_view import FINDABLE, USED, VllmManagerView
+from kvproof.stateful_tests.subjects.vllm_package import NAME, load_vllm
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
-
-SUPPORTED = "0.33."
-"""Versions whose internals this adapter knows start so."""
-
-NAME = "vllm:manager"
-
-
-# -- vLLM itself -------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=1)
-def load_vllm() -> _Vllm:
-    """Import vLLM, once per process; raises SubjectUnavailable where that cannot be."""
-    needed = (NAME, "vLLM", f"{SUPPORTED}x", "vllm-env")
-    try:
-        found = version("vllm")
-    except PackageNotFoundError:
-        raise unavailable(*needed, "which is not installed") from None
-    if not found.startswith(SUPPORTED):
-        raise unavailable(*needed, f"but {found} is installed")
-    try:
-        return _Vllm()
-    except ImportError as error:
-        raise unavailable(*needed, f"but {found} cannot be imported ({error})") from error
-
-
-class _Vllm:
-    """The names of vLLM that the adapter uses."""
-
-    def __init__(self) -> None:
-        # Nobody asked for vLLM's log, its usage statistics or a look at a model hub.
-        os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        logging.getLogger("vllm").setLevel(logging.CRITICAL)
-
-        import torch
-        from vllm.lora.request import LoRARequest
-        from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-        from vllm.sampling_params import SamplingParams
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_manager import KVCacheManager
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.kv_cache_interface import (
-            FullAttentionSpec,
-            KVCacheConfig,
-            KVCacheGroupSpec,
-            SlidingWindowSpec,
-        )
-        from vllm.v1.request import Request, RequestStatus
-
-        self.dtype = torch.float32
-        self.lora_request = LoRARequest
-        self.feature = MultiModalFeatureSpec
-        self.placeholder = PlaceholderRange
-        self.manager = KVCacheManager
-        self.block_hasher = get_request_block_hasher
-        self.attention = FullAttentionSpec
-        self.window = SlidingWindowSpec
-        self.cache_config = KVCacheConfig
-        self.group = KVCacheGroupSpec
-        self.request = Request
-        self.status = RequestStatus
-        self.sampling = SamplingParams(max_tokens=1)
-        self.hash = sha256
-        _without_hash_seed(init_none_hash, sha256)
-
-    def new_manager(self, configuration: Configuration, semantics: Semantics) -> KVCacheManager:
-        """A manager whose groups have these windows and block sizes, one pool, and a null block on
-        top."""
-        blocks, hashed = configuration.blocks, configuration.block_size
-        sizes = semantics.block_sizes or (hashed,) * semantics.groups
-        return self.manager(
-            self.new_cache_config(configuration, semantics),
-            max_model_len=blocks * max(sizes),
-            scheduler_block_size=lcm(*sizes),
-            hash_block_size=hashed,
-            enable_caching=configuration.prefix_caching,
-        )
-
-    def new_cache_config(self, configuration: Configuration, semantics: Semantics) -> Any:
-        """What vLLM calls a configuration of its cache, with a group for each of the semantics'."""
-        groups = range(semantics.groups)
-        sizes = semantics.block_sizes or (configuration.block_size,) * len(groups)
-        windows = semantics.windows or (0,) * len(groups)
-        specs = [self._spec(size, window) for size, window in zip(sizes, windows, strict=True)]
-        return self.cache_config(
-            num_blocks=configuration.blocks + 1,
-            kv_cache_tensors=[],
-            kv_cache_groups=[self.group([f"layer-{group}"], specs[group]) for group in groups],
-        )
-
-    def _spec(self, block_size: int, window: int) -> Any:
-        """A group's layers; ``window``: 0 for full attention."""
-        shape = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": self.dtype}
-        return self.window(**shape, sliding_window=window) if window else self.attention(**shape)
-
-    def new_request(
-        self,
-        number: int,
-        operation: Admit,
-        media: Sequence[Media],
-        block_hasher: Callable[[Request], list[Any]] | None,
-    ) -> Request:
-        """A waiting request, with the keys of its prompt's full blocks.
-
-        ``media`` are those of the operation, clipped to the prompt and in order.
-        """
-        tokens = prompt_tokens(operation.prompt, operation.media).tolist()
-        return self.request(
-            request_id=f"request-{number}",
-            prompt_token_ids=tokens,
-            sampling_params=self.sampling,
-            pooling_params=None,
-            arrival_time=0.0,
-            mm_features=[self._feature(item) for item in media],
-            lora_request=self.new_adapter(operation.adapter),
-            cache_salt=f"salt-{operation.salt}" if operation.salt else None,
-            block_hasher=block_hasher,
-        )
-
-    def new_adapter(self, number: int) -> Any:
-        """What vLLM calls a LoRA request; none for 0.
-
-        The two strings must be different objects, here and always: keys are digests of pickles,
-        and a pickle tells a repeated object from an equal one.
-        """
-        if not number:
-            return None
-        return self.lora_request(f"adapter-{number}", number, f"/adapters/{number}")
-
-    def _feature(self, item: Media) -> Any:
-        return self.feature(
-            data=None,
-            modality="image",
-            identifier=f"item-{item.item}",
-            mm_position=self.placeholder(offset=item.start, length=item.length),
-        )
-
-
-def _without_hash_seed(initialize: Callable[[Any], None], hash_function: Any) -> None:
-    """Derive the root of all keys from vLLM's constant, not from PYTHONHASHSEED.
-
-    vLLM reads that variable, but a case must replay alike under any value of it.
-    """
-    seed = os.environ.pop("PYTHONHASHSEED", None)
-    try:
-        initialize(hash_function)
-    finally:
-        if seed is not None:
-            os.environ["PYTHONHASHSEED"] = seed
-
-
-# -- the view ----------------------------------------------------------------------------------
-
-
-class _RefCounts(Sequence[int]):
-    """Reference counts by block id, read from vLLM's blocks; the null block's means nothing."""
-
-    def __init__(self, blocks: list[KVCacheBlock]) -> None:
-        self._blocks = blocks
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        block = self._blocks[index]
-        return 0 if block.is_null else block.ref_cnt
-
-
-class _Index(Mapping[bytes, Sequence[int]]):
-    """vLLM's map of keys, whose values are one block, or several by id.
-
-    ``others``: of blocks, keys of part of their content, which are left out (``vllm_groups``).
-    """
-
-    def __init__(self, entries: Mapping[bytes, Any], others: Mapping[int, set[bytes]]) -> None:
-        self._entries = entries
-        self._others = others
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self) if self._others else len(self._entries)
-
-    def __iter__(self) -> Iterator[bytes]:
-        return filter(self.__contains__, self._entries) if self._others else iter(self._entries)
-
-    def __getitem__(self, key: bytes) -> Sequence[int]:
-        entry, others = self._entries[key], self._others
-        blocks = tuple(entry) if isinstance(entry, dict) else (entry.block_id,)
-        if others:
-            blocks = tuple([block for block in blocks if key not in others.get(block, ())])
-            if not blocks:
-                raise KeyError(key)
-        return blocks
 
 
 class _Live(LiveRequest):
@@ -312,39 +107,6 @@ class _Live(LiveRequest):
         return length
 
 
-class VllmManagerView(ToldCacheView):
-    """vLLM's state as it is; requests, their progress and steps are the adapter's."""
-
-    _subject: VllmManagerSubject
-
-    def __init__(self, subject: VllmManagerSubject) -> None:
-        super().__init__(subject)
-        self._pool = subject.manager.block_pool
-        self._ref_counts = _RefCounts(self._pool.blocks)
-
-    def free_count(self, group: int) -> int:
-        count: int = self._pool.get_num_free_blocks()
-        return count
-
-    def ref_counts(self, group: int) -> Sequence[int]:
-        return self._ref_counts
-
-    def free_blocks(self, group: int) -> Sequence[int]:
-        # Bounded, since the list of a faulty manager may run in a circle.
-        walk = self._pool.free_block_queue.iter_blocks_after(None)
-        return [block.block_id for block in islice(walk, len(self._pool.blocks) + 1)]
-
-    def index(self, group: int) -> Mapping[bytes, Sequence[int]]:
-        pool = self._pool
-        return _Index(pool.cached_block_hash_to_block._cache, pool.cached_block_hashes_by_block)
-
-    def table(self, request: int, group: int) -> Sequence[int]:
-        return [block.block_id for block in self._subject.table(self._subject.live[request])]
-
-
-# -- the subject -------------------------------------------------------------------------------
-
-
 class VllmManagerSubject(ToldCache[_Live]):
     """Drives one KVCacheManager as vLLM's scheduler would, one operation at a time.
 
@@ -352,6 +114,9 @@ class VllmManagerSubject(ToldCache[_Live]):
     """
 
     name = NAME
+    retention: int | None = None
+    """From one state that stays findable to the next, in tokens; None keeps all, 0 only those at
+    the ends of prompts and where a hit was cut short."""
     capabilities = frozenset(KINDS) - {"fork", "reserve", "decode"}
     semantics = Semantics(
         groups=1,
@@ -368,12 +133,16 @@ class VllmManagerSubject(ToldCache[_Live]):
         runs_ahead=True,
         slots=False,
         swaps=False,
+        exports=(USED,),
+        exports_per_request=(FINDABLE,),
     )
 
     def __init__(self, configuration: Configuration) -> None:
         super().__init__(configuration)
         vllm = load_vllm()
-        self.manager: KVCacheManager = vllm.new_manager(configuration, self.semantics)
+        self.manager: KVCacheManager = vllm.new_manager(
+            configuration, self.semantics, self.retention
+        )
         self._vllm = vllm
         self._pool = self.manager.block_pool
         self._block_hasher = (
@@ -494,18 +263,21 @@ class VllmManagerSubject(ToldCache[_Live]):
         """The order in which a table was given back, as far as the free queue shows it.
 
         vLLM puts blocks without a key in front of its queue and the others behind, each in the
-        order of their release.  Blocks that somebody else still holds, and blocks that should
-        be in the queue but are not, are told in the order that vLLM promises.
+        order of their release; which of two came first that are at different ends is not seen.
+        Blocks that somebody else still holds, and blocks that should be in the queue but are not,
+        are told in the order that vLLM promises.
         """
         promised = [block.block_id for block in reversed(blocks)]
         freed = {block.block_id for block in blocks if block.ref_cnt == 0}
         queue = self._pool.free_block_queue
         front = list(_take_while_in(freed, queue.fake_free_list_head, "next_free_block"))
         back = list(_take_while_in(freed, queue.fake_free_list_tail, "prev_free_block"))
-        seen = front + back[::-1]
-        in_queue = set(seen)
-        if seen == [block for block in promised if block in in_queue]:
+        back.reverse()
+        ends = [(end, set(end)) for end in (front, back)]
+        if all(end == [block for block in promised if block in there] for end, there in ends):
             return promised
+        seen = front + back
+        in_queue = set(seen)
         return seen + [block for block in promised if block not in in_queue]
 
     # -- the prefix cache ----------------------------------------------------------------------

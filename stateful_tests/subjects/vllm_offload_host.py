@@ -31,8 +31,8 @@ from kvproof.invariants.events import Event, SlotsEvicted
 from kvproof.invariants.outcomes import Answer
 from kvproof.invariants.subject import EvictionOrder
 from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
-from kvproof.stateful_tests.subjects.vllm_manager import NAME as MANAGER
-from kvproof.stateful_tests.subjects.vllm_manager import load_vllm
+from kvproof.stateful_tests.subjects.vllm_package import NAME as MANAGER
+from kvproof.stateful_tests.subjects.vllm_package import load_vllm
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import ReqContext
@@ -93,57 +93,22 @@ class Job:
         self.slots = slots
 
 
-class VllmHost:
-    """The host's chunks, one KV cache group; a chunk is a block."""
+class HostChunks:
+    """What one of vLLM's managers has on the host, as it is now; a chunk is a block."""
 
     group = 0
-    tier = "host"
 
-    def __init__(
-        self, blocks: int, order: EvictionOrder, threshold: int, events: list[Event]
-    ) -> None:
+    def __init__(self, manager: CPUOffloadingManager, blocks: int) -> None:
         self._vllm = load_offloading()
-        self.manager: CPUOffloadingManager = self._vllm.manager(
-            num_chunks=blocks,
-            cache_policy=order,
-            enable_events=True,
-            store_threshold=threshold,
-        )
+        self.manager = manager
         self.index = _Index(self)
         """What the manager finds, ready to be read: the key of a block, and its chunk."""
-        self.owners: dict[int, int] = {}
-        """Of suspended requests, which vLLM does not have."""
-        self.unsaved: dict[bytes, None] = {}
-        """For the disk, which it does not have either."""
-        self.generations = [0] * blocks
         self.withheld = 0
         """Chunks that the adapter does without, beside those of the manager's."""
-        self.evictions = 0
         self._blocks = blocks
-        self._threshold = threshold
-        self._events = events
-        self._slot_of: dict[bytes, int] = {}
-        """Where each key was stored, as the manager said: what its evictions are told by."""
-        self._requests = count()
-        self._nobodys = count()
-        self._asking = self._begin([])
+        self._asking = self._vllm.context(req_id="nobody")
         """For what no copy asks."""
-
-    # -- copies ------------------------------------------------------------------------------------
-
-    def prepare_store(self, keys: Sequence[bytes]) -> Job | None:
-        """Room for what the manager takes of these keys, which may be nothing; None if it is full.
-
-        Says which chunks it evicted for them.
-        """
-        if len(keys) > self.free_count and self.withheld:
-            return None
-        names = self._names(keys)
-        context = self._begin(names)
-        job = self._store(context, names, "pressure")
-        if job is None or not job.keys:
-            self.manager.on_request_finished(context)
-        return job
+        manager.on_new_request(self._asking)
 
     def _names(self, keys: Sequence[bytes]) -> list[bytes]:
         return [self._vllm.make_key(key, self.group) for key in keys]
@@ -152,55 +117,6 @@ class VllmHost:
         """The key of a block, by vLLM's."""
         key: bytes = self._vllm.hash_of(name)
         return key
-
-    def _begin(self, names: Sequence[bytes]) -> ReqContext:
-        context: ReqContext = self._vllm.context(req_id=f"request-{next(self._requests)}")
-        for position, name in enumerate(names, 1):
-            context.set_offload_key_position(name, position)
-        self.manager.on_new_request(context)
-        return context
-
-    def _store(
-        self, context: ReqContext, names: list[bytes], cause: Literal["pressure", "request"]
-    ) -> Job | None:
-        output = self.manager.prepare_store(names, context)
-        if output is None:
-            return None
-        self._tell_evicted(output.evicted_keys, cause)
-        slots = output.store_spec.block_ids.tolist()
-        self._slot_of.update(zip(output.keys_to_store, slots, strict=True))
-        return Job(context, output.keys_to_store, slots)
-
-    def _tell_evicted(
-        self, names: Sequence[bytes], cause: Literal["pressure", "request", "reset"]
-    ) -> None:
-        if not names:
-            return
-        slots = [self._slot_of.pop(name) for name in names]
-        keys = [self.key_of(name) for name in names]
-        self._events.append(SlotsEvicted("host", self.group, slots, keys, cause))
-        self.evictions += len(names) if cause != "reset" else 0
-
-    def end_store(self, job: Job, completed: bool) -> None:
-        """The copy has arrived, or it failed."""
-        self.manager.complete_store(job.keys, job.context, completed)
-        self.manager.on_request_finished(job.context)
-        for name in () if completed else job.keys:
-            self._slot_of.pop(name, None)
-
-    def prepare_load(self, keys: Sequence[bytes]) -> Job:
-        """Where the manager has these keys, which it does not evict until the copy has ended."""
-        names = self._names(keys)
-        context = self._begin(names)
-        spec = self.manager.prepare_load(names, context)
-        return Job(context, names, spec.block_ids.tolist())
-
-    def end_load(self, job: Job) -> None:
-        """The copy has ended, whatever came of it."""
-        self.manager.complete_load(job.keys, job.context)
-        self.manager.on_request_finished(job.context)
-
-    # -- what is there -----------------------------------------------------------------------------
 
     def answer(self, key: bytes) -> Answer:
         """The manager's look-up."""
@@ -251,6 +167,98 @@ class VllmHost:
             idle.sort(key=lambda entry: ranks[entry[0]])
         return [slot for _, slot in idle]
 
+
+class VllmHost(HostChunks):
+    """The host's chunks, one KV cache group, in the place of a pool."""
+
+    tier = "host"
+
+    def __init__(
+        self, blocks: int, order: EvictionOrder, threshold: int, events: list[Event]
+    ) -> None:
+        manager = load_offloading().manager(
+            num_chunks=blocks,
+            cache_policy=order,
+            enable_events=True,
+            store_threshold=threshold,
+        )
+        super().__init__(manager, blocks)
+        self.owners: dict[int, int] = {}
+        """Of suspended requests, which vLLM does not have."""
+        self.unsaved: dict[bytes, None] = {}
+        """For the disk, which it does not have either."""
+        self.generations = [0] * blocks
+        self.evictions = 0
+        self._threshold = threshold
+        self._events = events
+        self._slot_of: dict[bytes, int] = {}
+        """Where each key was stored, as the manager said: what its evictions are told by."""
+        self._requests = count()
+        self._nobodys = count()
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def prepare_store(self, keys: Sequence[bytes]) -> Job | None:
+        """Room for what the manager takes of these keys, which may be nothing; None if it is full.
+
+        Says which chunks it evicted for them.
+        """
+        if len(keys) > self.free_count and self.withheld:
+            return None
+        names = self._names(keys)
+        context = self._begin(names)
+        job = self._store(context, names, "pressure")
+        if job is None or not job.keys:
+            self.manager.on_request_finished(context)
+        return job
+
+    def _begin(self, names: Sequence[bytes]) -> ReqContext:
+        context: ReqContext = self._vllm.context(req_id=f"request-{next(self._requests)}")
+        for position, name in enumerate(names, 1):
+            context.set_offload_key_position(name, position)
+        self.manager.on_new_request(context)
+        return context
+
+    def _store(
+        self, context: ReqContext, names: list[bytes], cause: Literal["pressure", "request"]
+    ) -> Job | None:
+        output = self.manager.prepare_store(names, context)
+        if output is None:
+            return None
+        self._tell_evicted(output.evicted_keys, cause)
+        slots = output.store_spec.block_ids.tolist()
+        self._slot_of.update(zip(output.keys_to_store, slots, strict=True))
+        return Job(context, output.keys_to_store, slots)
+
+    def _tell_evicted(
+        self, names: Sequence[bytes], cause: Literal["pressure", "request", "reset"]
+    ) -> None:
+        if not names:
+            return
+        slots = [self._slot_of.pop(name) for name in names]
+        keys = [self.key_of(name) for name in names]
+        self._events.append(SlotsEvicted("host", self.group, slots, keys, cause))
+        self.evictions += len(names) if cause != "reset" else 0
+
+    def end_store(self, job: Job, completed: bool) -> None:
+        """The copy has arrived, or it failed."""
+        self.manager.complete_store(job.keys, job.context, completed)
+        self.manager.on_request_finished(job.context)
+        for name in () if completed else job.keys:
+            self._slot_of.pop(name, None)
+
+    def prepare_load(self, keys: Sequence[bytes]) -> Job:
+        """Where the manager has these keys, which it does not evict until the copy has ended."""
+        names = self._names(keys)
+        context = self._begin(names)
+        spec = self.manager.prepare_load(names, context)
+        return Job(context, names, spec.block_ids.tolist())
+
+    def end_load(self, job: Job) -> None:
+        """The copy has ended, whatever came of it."""
+        self.manager.complete_load(job.keys, job.context)
+        self.manager.on_request_finished(job.context)
+
     # -- what else may be done with it -------------------------------------------------------------
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -297,7 +305,7 @@ class VllmHost:
 class _Index(Mapping[bytes, int]):
     """Chunks that look-ups hit, by the keys of their blocks."""
 
-    def __init__(self, host: VllmHost) -> None:
+    def __init__(self, host: HostChunks) -> None:
         self._host = host
 
     def __getitem__(self, key: bytes) -> int:

@@ -39,11 +39,16 @@ from kvproof.invariants.operations import (
     Resume,
     Retire,
 )
-from kvproof.invariants.outcomes import BLOCKS_IN_USE, SKIPPED, Outcome
+from kvproof.invariants.outcomes import BLOCKS_IN_USE, NO_FREE_BLOCKS, SKIPPED, Outcome
 from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.stateful_tests.subjects.told_cache import by_number
-from kvproof.stateful_tests.subjects.vllm_groups import VllmGroupsSubject, VllmGroupsView
+from kvproof.stateful_tests.subjects.vllm_groups import (
+    VllmGroupsSubject,
+    VllmGroupsView,
+    VllmHybridSubject,
+)
 from kvproof.stateful_tests.subjects.vllm_manager import VllmManagerSubject, _Live
+from kvproof.stateful_tests.subjects.vllm_scheduling import ADAPTERS
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -156,8 +161,12 @@ class OverheardCache(VllmGroupsSubject):
         VllmManagerSubject.semantics,
         stream_order=True,
         exact_admission=False,
+        keeps_room=False,
+        adapters=ADAPTERS,
         chunks=True,
         slots=True,
+        exports=(),
+        exports_per_request=(),
     )
 
     def __init__(
@@ -167,13 +176,14 @@ class OverheardCache(VllmGroupsSubject):
         listener: Listener,
         groups: Semantics,
     ) -> None:
-        """``groups``: what to promise of these."""
+        """``groups``: what to promise of these, and of media."""
         self.semantics = replace(
             self.semantics,
             runs_ahead=configuration.run_ahead > 1,
             groups=groups.groups,
             shared_pool=groups.shared_pool,
             block_sizes=groups.block_sizes,
+            arriving_media=groups.arriving_media,
         )
         super().__init__(configuration)
         self.manager = manager
@@ -215,15 +225,17 @@ class OverheardCache(VllmGroupsSubject):
         self._catch_up()
         free = self._pool.get_num_free_blocks()
         new_blocks = self._allocate_slots(request, num_new_tokens, **more)
-        if new_blocks is None:
-            return None
         live = self.by_id.get(request.request_id)
         if live is not None and live.running:
-            self._grown(live, request.num_computed_tokens + num_new_tokens)
-        else:
+            end = request.num_computed_tokens + num_new_tokens
+            if new_blocks is None:
+                self._refused(live, end)
+            else:
+                self._grown(live, end)
+        elif new_blocks is not None:
             cached = more.get("num_new_computed_tokens", 0)
             hits = more["new_computed_blocks"].blocks if cached else ((),) * len(self.sizes)
-            end = cached + num_new_tokens
+            end = cached + more.get("num_external_computed_tokens", 0) + num_new_tokens
             told = request.num_tokens if live is None else live.told
             if (told - 1) // self.unit == (request.num_tokens - 1) // self.unit:
                 taken = free - self._pool.get_num_free_blocks()
@@ -285,6 +297,11 @@ class OverheardCache(VllmGroupsSubject):
         choice = self._listener.choice(live.request)
         self._done(Decode((index,), choice), children=(live.number,))
 
+    def _refused(self, live: _Told, end: int) -> None:
+        """A running request was not given slots up to ``end``; some other may be preempted now."""
+        self._outcome = Outcome("refused", NO_FREE_BLOCKS, live.number)
+        self._listener.overheard(Reserve(self.running.index(live), end), live.request)
+
     def free(self, request: Request) -> None:
         """As the manager's: the request was preempted, or has ended."""
         live = self.by_id.get(request.request_id)
@@ -295,7 +312,10 @@ class OverheardCache(VllmGroupsSubject):
         before = self._view.look() if untold is not None else None
         tables = [list(table) for table in super().tables(live)]
         self._free(request)
-        released = [self._order_of_release(table) for table in tables]
+        released = [
+            self._order_of_release([block for block in table if not block.is_null])
+            for table in tables
+        ]
         given = _Given(live, request.is_finished(), released, before)
         if untold is None:
             self._tell_given(given)
@@ -410,3 +430,11 @@ class OverheardCache(VllmGroupsSubject):
         self._done(_RETIRE, count=len(step.items))
         for given, self.past in zip(untold, pools[1:], strict=True):
             self._tell_given(given)
+
+
+class OverheardHybrid(OverheardCache, VllmHybridSubject):
+    """The scheduler's cache where a group has a window, see ``VllmHybridSubject``."""
+
+    def _refused(self, live: _Told, end: int) -> None:
+        self._tell_outlived(live)
+        super()._refused(live, end)

@@ -30,25 +30,30 @@ How vLLM maps:
 * ``vllm:scheduler:groups`` (and ``vllm:async_scheduler:groups``) has two groups of full attention
   over its pool, the second one with blocks twice as large: see
   :mod:`kvproof.stateful_tests.subjects.vllm_groups`.
+* ``vllm:scheduler:hybrid`` (and ``vllm:async_scheduler:hybrid``) has two groups, one of them with
+  a window.  Workers are not told what is behind it: the tables that a step reads name old blocks
+  there.
+* ``vllm:scheduler:media`` (and ``vllm:async_scheduler:media``) has an encoder: see
+  :mod:`kvproof.stateful_tests.subjects.vllm_encoder`.
+* A scheduler with LoRA loads ``max_loras`` adapters, one unless it is told otherwise: requests with
+  another one are passed over (``Semantics.adapters``).
 
 Driven is ``Scheduler`` or ``AsyncScheduler``, or a subclass of it.  Not driven: tiers, watermarks,
-speculative tokens, pipelines, groups with a window, and a limit of LoRA adapters in a step.
+speculative tokens, and pipelines.
 
 vLLM is imported when the first subject is built, not with this module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from kvproof.invariants.errors import InputError
-from kvproof.invariants.events import (
-    StepItem,
-)
+from kvproof.invariants.events import StepItem
 from kvproof.invariants.operations import (
     Abort,
     Admit,
@@ -71,25 +76,23 @@ from kvproof.invariants.scheduling.vocabulary import (
     Completed,
     Part,
     Promises,
-    QueueState,
     RequestArrived,
     RequestCancelled,
     RunningReset,
     Scheduled,
 )
-from kvproof.invariants.subject import Configuration
+from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.stateful_tests.subjects.overheard_scheduler import (
     CHOICES,
-    NO_COPIES,
-    NO_TIME,
     STOP,
     OverheardScheduler,
 )
-from kvproof.stateful_tests.subjects.vllm_overheard import OverheardCache
+from kvproof.stateful_tests.subjects.vllm_encoder import EncoderWorker
+from kvproof.stateful_tests.subjects.vllm_overheard import OverheardCache, OverheardHybrid
+from kvproof.stateful_tests.subjects.vllm_scheduler_view import VllmSchedulerView
 from kvproof.stateful_tests.subjects.vllm_scheduling import (
     FAMILIES,
     NAME,
-    PREFIX,
     fitted,
     groups_of,
     load_scheduling,
@@ -173,76 +176,6 @@ class _Flight(Struct):
     results: Any
 
 
-class VllmSchedulerView:
-    """vLLM's queues and figures as they are; of what it does not count, the adapter's counts."""
-
-    def __init__(self, subject: VllmSchedulerSubject) -> None:
-        self._subject = subject
-        self._scheduler = subject.scheduler
-
-    def live(self) -> Sequence[int]:
-        return sorted([int(name.removeprefix(PREFIX)) for name in self._scheduler.requests])
-
-    def standing(self, request: int) -> tuple[QueueState, int, int]:
-        found: Request = self._subject.jobs[request].request
-        return self._queue(found), found.num_output_tokens, found.num_preemptions
-
-    def _queue(self, request: Request) -> QueueState:
-        """The queue in which it really is: "swapped" stands for none, or more than one."""
-        scheduler = self._scheduler
-        queues = [queue for queue in (scheduler.running, scheduler.waiting) if request in queue]
-        if len(queues) != 1:
-            return "swapped"
-        if queues[0] is scheduler.running:
-            return "running"
-        preempted = request.status == self._subject.vllm.manager.status.PREEMPTED
-        return "preempted" if preempted else "waiting"
-
-    def cache_request(self, request: int) -> int | None:
-        live = self._subject.cache.by_id.get(self._subject.jobs[request].request.request_id)
-        return live.number if live is not None else None
-
-    def metrics(self) -> Mapping[str, int]:
-        subject, scheduler = self._subject, self._scheduler
-        pool, configuration = scheduler.kv_cache_manager.block_pool, subject.configuration
-        total, free = pool.num_gpu_blocks - 1, pool.get_num_free_blocks()
-        block_bytes = configuration.block_size * configuration.kv_bytes_per_token
-        running, waiting = scheduler.get_request_counts()
-        queries, hits = subject.prefix_cache_figures()
-        return NO_COPIES | {
-            "kv_capacity_bytes": total * block_bytes,
-            "kv_bytes_used": (total - free) * block_bytes,
-            "kv_blocks_total": total,
-            "kv_blocks_free": free,
-            "live_cached_tokens": sum(
-                [
-                    r.num_computed_tokens - r.num_in_flight_tokens + r.num_stale_output_tokens
-                    for r in scheduler.running
-                ]
-            ),
-            "active_sequences": running,
-            "waiting_sequences": waiting,
-            "admissions": subject.admissions,
-            "resumptions": subject.resumptions,
-            "preemptions": subject.preemptions,
-            "evictions": subject.cache.evictions,
-            "prefix_cache_hits": hits,
-            "prefix_cache_queries": queries,
-            "iterations": scheduler.num_executed_steps,
-            "batch_size_by_iteration": subject.batch_size,
-        }
-
-    def request_metrics(self, request: int) -> Mapping[str, int]:
-        job = self._subject.jobs[request]
-        manager = self._scheduler.kv_cache_manager
-        return NO_TIME | {
-            "input_tokens": job.request.num_prompt_tokens,
-            "cached_tokens": self._subject.cached_tokens.get(request, 0),
-            "allocated_blocks": sum(map(len, manager.get_block_ids(job.request.request_id))),
-            "preemptions": job.request.num_preemptions,
-        }
-
-
 class VllmSchedulerSubject(OverheardScheduler):
     """Drives one vLLM scheduler as its engine core would, one operation at a time.
 
@@ -263,12 +196,12 @@ class VllmSchedulerSubject(OverheardScheduler):
         self.vllm = load_scheduling()
         groups = groups_of(family, configuration)
         kind, steps = FAMILIES[family]
-        super().__init__(name, fitted(configuration, steps, groups), _PROMISES[policy])
+        promises = Promises() if groups.arriving_media else _PROMISES[policy]
+        super().__init__(name, self._fitted(configuration, steps, groups), promises)
         self.scheduler = self.vllm.new_scheduler(
             self.configuration, groups, policy, scheduler_class or self.vllm.schedulers[kind]
         )
-        manager = self.scheduler.kv_cache_manager
-        self._overhear(OverheardCache(self.configuration, manager, listener=self, groups=groups))
+        self._overhear(self._new_cache(groups))
         self.jobs: dict[int, _Job] = {}
         """Live requests, by arrival."""
         self.jobs_by_id: dict[str, _Job] = {}
@@ -280,7 +213,21 @@ class VllmSchedulerSubject(OverheardScheduler):
         self._noted: dict[type[Operation], list[int]] = {Admit: [], Resume: [], Preempt: []}
         """Whom the present iteration admitted, resumed and preempted."""
         self._block_hasher = self.cache._block_hasher
+        self._encoder = EncoderWorker()
         self._handlers |= {Abort: self._abort, Reset: self._reset}
+
+    def _fitted(self, configuration: Configuration, steps: int, groups: Semantics) -> Configuration:
+        return fitted(configuration, steps, groups)
+
+    def _new_cache(self, groups: Semantics) -> OverheardCache:
+        cache = OverheardHybrid if groups.windows else OverheardCache
+        manager = self.scheduler.kv_cache_manager
+        return cache(self.configuration, manager, listener=self, groups=groups)
+
+    @property
+    def _idle(self) -> bool:
+        """Whether an engine would not schedule now."""
+        return not self.jobs
 
     def _blocks_for(self, tokens: int) -> int:
         blocks: int = self.cache._needs(tokens)
@@ -290,7 +237,8 @@ class VllmSchedulerSubject(OverheardScheduler):
 
     def admission(self, request: Request, end: int) -> Admit:
         operation = self.jobs_by_id[request.request_id].operation
-        return Admit(operation.prompt, operation.salt, operation.adapter, slots=end)
+        prompt = (operation.prompt, operation.salt, operation.adapter, operation.media)
+        return Admit(*prompt, slots=end)
 
     def choice(self, request: Request) -> int:
         return self.jobs_by_id[request.request_id].choice
@@ -359,7 +307,7 @@ class VllmSchedulerSubject(OverheardScheduler):
     def _schedule(self) -> Outcome:
         if len(self._flights) >= self.configuration.run_ahead:
             return Outcome("refused", RUN_AHEAD_LIMIT)
-        if not self.jobs:
+        if self._idle:
             return Outcome("refused", NOTHING_TO_RUN)
         self._noted = {Admit: [], Resume: [], Preempt: []}
         scheduled: SchedulerOutput = self.scheduler.schedule()
@@ -430,6 +378,7 @@ class VllmSchedulerSubject(OverheardScheduler):
         """Carry out a step, with what vLLM tells its workers and nothing else; what it computes."""
         items, samples = [], {}
         starts = self._follow(scheduled)
+        self._encoder.follow(scheduled, self.scheduler.requests, starts)
         for name, tokens in scheduled.num_scheduled_tokens.items():
             job, live = self.jobs_by_id[name], self.cache.by_id[name]
             end = starts[name] + tokens

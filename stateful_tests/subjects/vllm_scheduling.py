@@ -20,9 +20,10 @@ from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
 from kvproof.stateful_tests.subjects.overheard_scheduler import STOP
 from kvproof.stateful_tests.subjects.policies import user_module
-from kvproof.stateful_tests.subjects.vllm_groups import FACTORS
-from kvproof.stateful_tests.subjects.vllm_manager import NAME as MANAGER
-from kvproof.stateful_tests.subjects.vllm_manager import load_vllm
+from kvproof.stateful_tests.subjects.vllm_encoder import features_of, with_encoder
+from kvproof.stateful_tests.subjects.vllm_groups import FACTORS, windows_of
+from kvproof.stateful_tests.subjects.vllm_package import NAME as MANAGER
+from kvproof.stateful_tests.subjects.vllm_package import load_vllm
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -32,16 +33,23 @@ NAME = "vllm:scheduler"
 ASYNC_NAME = "vllm:async_scheduler"
 """With steps in flight while the next one is scheduled."""
 _GROUPS = ":groups"
-"""Ends the name of a subject with two groups of unequal block size."""
+"""Ends the name of a subject with two groups of unequal block size …"""
+_HYBRID = ":hybrid"
+"""… of one with a group that has a window …"""
+MEDIA = ":media"
+"""… and of one whose requests show media items."""
 FAMILIES = {
     name + end: (name, steps)
     for name, steps in ((NAME, 1), (ASYNC_NAME, 2))
-    for end in ("", _GROUPS)
+    for end in ("", _GROUPS, _HYBRID, MEDIA)
 }
 """Subjects, but for options: which scheduler, and steps in flight at most, as vLLM's engine core
 keeps them."""
 
 _ONE_GROUP = Semantics()
+
+ADAPTERS = 1
+"""``max_loras``: LoRA adapters of the requests that run, at most; as by default."""
 
 PREFIX = "request-"
 """vLLM's names of requests; their rank of arrival follows."""
@@ -82,7 +90,13 @@ class _Scheduling:
     """The names of vLLM that this adapter uses beside those of the manager's."""
 
     def __init__(self) -> None:
-        from vllm.config import CacheConfig, DeviceConfig, SchedulerConfig, VllmConfig
+        from vllm.config import (
+            CacheConfig,
+            DeviceConfig,
+            LoRAConfig,
+            SchedulerConfig,
+            VllmConfig,
+        )
         from vllm.sampling_params import SamplingParams
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -101,6 +115,7 @@ class _Scheduling:
             device_config=DeviceConfig(device="cpu"),
         )
         self._config.model_config = _Model(8192)
+        self._config.lora_config = LoRAConfig(max_loras=ADAPTERS)
         self._structured = StructuredOutputManager(self._config)
 
     def new_scheduler(
@@ -125,7 +140,7 @@ class _Scheduling:
         caching.block_size = size
         caching.enable_prefix_caching = configuration.prefix_caching
         caching.num_gpu_blocks = configuration.blocks + 1
-        return scheduler_class(
+        scheduler = scheduler_class(
             config,
             vllm.new_cache_config(configuration, groups),
             structured_output_manager=self._structured,
@@ -133,6 +148,9 @@ class _Scheduling:
             hash_block_size=size,
             log_stats=True,
         )
+        if groups.arriving_media:
+            with_encoder(scheduler)
+        return scheduler
 
     def new_request(
         self, number: int, operation: Arrive, block_hasher: Callable[[Request], list[Any]] | None
@@ -141,12 +159,13 @@ class _Scheduling:
         vllm = self.manager
         return vllm.request(
             request_id=f"{PREFIX}{number}",
-            prompt_token_ids=prompt_tokens(operation.prompt).tolist(),
+            prompt_token_ids=prompt_tokens(operation.prompt, operation.media).tolist(),
             sampling_params=self.sampling(
                 max_tokens=max(operation.output, operation.max_tokens), stop_token_ids=[STOP]
             ),
             pooling_params=None,
             arrival_time=float(number),
+            mm_features=features_of(vllm, operation),
             priority=operation.priority,
             lora_request=vllm.new_adapter(operation.adapter),
             cache_salt=f"salt-{operation.salt}" if operation.salt else None,
@@ -160,7 +179,12 @@ def prefill_threshold(configuration: Configuration) -> int:
 
 
 def groups_of(family: str, configuration: Configuration) -> Semantics:
-    """What a subject's semantics say of its groups."""
+    """What a subject's semantics say of its groups, and whether of media."""
+    if family.endswith(_HYBRID):
+        windows = windows_of(configuration)
+        return Semantics(groups=len(windows), shared_pool=True, windows=windows)
+    if family.endswith(MEDIA):
+        return Semantics(arriving_media=True)
     if not family.endswith(_GROUPS):
         return _ONE_GROUP
     sizes = tuple([factor * configuration.block_size for factor in FACTORS[:2]])
@@ -171,13 +195,16 @@ def fitted(
     configuration: Configuration, steps_in_flight: int = 1, groups: Semantics = _ONE_GROUP
 ) -> Configuration:
     """As vLLM would accept it, and with a budget that matters."""
-    limits, sizes = configuration.scheduling, groups.block_sizes or (configuration.block_size,)
+    limits = configuration.scheduling
+    sizes = groups.block_sizes or (configuration.block_size,) * groups.groups
     pool = configuration.blocks * configuration.block_size
     while sum([-(-pool // size) for size in sizes]) > configuration.blocks:
         pool -= 1
     longest = min(limits.max_model_tokens, pool)
     budget = limits.token_budget
-    if not limits.chunked_prefill:
+    # In front of an item that cannot be encoded yet a prompt is cut anyway.
+    chunked = limits.chunked_prefill or groups.arriving_media
+    if not chunked:
         budget = max(budget, longest)
     elif budget >= pool:
         budget = max(1, pool // 2)
@@ -191,7 +218,7 @@ def fitted(
         scheduling=Limits(
             token_budget=budget,
             max_model_tokens=longest,
-            chunked_prefill=limits.chunked_prefill,
+            chunked_prefill=chunked,
         ),
     )
 
@@ -205,7 +232,7 @@ def user_scheduler(family: str, name: str) -> type[Scheduler]:
         raise InputError(
             f"scheduler class {name!r} cannot be imported: {type(error).__name__}: {error}"
         ) from None
-    base = load_scheduling().schedulers[family]
+    base = load_scheduling().schedulers[FAMILIES[family][0]]
     if not (isinstance(chosen, type) and issubclass(chosen, base)):
         raise InputError(f"scheduler class {name!r} is no subclass of vLLM's {base.__name__}")
     return chosen

@@ -28,7 +28,7 @@ NAME = "sglang:radix"
 
 
 def test_the_unmodified_release_has_no_findings() -> None:
-    assert first_failure(NAME, "sglang", 120) is None
+    assert first_failure(NAME, "sglang", 60) is None
 
 
 def locks_only_the_last_node(original: Original) -> Original:

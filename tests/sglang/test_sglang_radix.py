@@ -1,4 +1,4 @@
-"""The adapter of SGLang's RadixCache: what it does, what it tells, and what the checks see.
+"""The adapter of SGLang's trees: what it does, and what it tells.
 
 Needs SGLang 0.5.23 in an environment of its own: `bash .ci/sglang-env FOLDER`.
 """
@@ -63,7 +63,10 @@ from kvproof.invariants.subject import Configuration, Subject
 from kvproof.invariants.view import View
 from kvproof.stateful_tests.subjects import is_kvproofs_own, sglang_package, subject_factory
 from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
-from kvproof.stateful_tests.subjects.sglang_radix import SglangRadixSubject, SglangRadixView
+from kvproof.stateful_tests.subjects.sglang_radix import SglangRadixSubject
+from kvproof.stateful_tests.subjects.sglang_told import SglangSubject
+from kvproof.stateful_tests.subjects.sglang_unified import SglangUnifiedSubject
+from kvproof.stateful_tests.subjects.sglang_view import SglangView
 
 try:
     SglangRadixSubject(Configuration())
@@ -72,29 +75,38 @@ except SubjectUnavailable as error:
 
 pytestmark = pytest.mark.sglang
 
+KINDS = [SglangRadixSubject, SglangUnifiedSubject]
+kind: type[SglangSubject] = SglangRadixSubject
+"""Which tree a test is about: each is about both."""
 
-def build(blocks: int = 8, block_size: int = 4, **limits: Any) -> SglangRadixSubject:
-    return SglangRadixSubject(Configuration(blocks=blocks, block_size=block_size, **limits))
+
+@pytest.fixture(autouse=True, params=KINDS, ids=["radix", "unified"])
+def of_each_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "kind", request.param)
+
+
+def build(blocks: int = 8, block_size: int = 4, **limits: Any) -> SglangSubject:
+    return kind(Configuration(blocks=blocks, block_size=block_size, **limits))
 
 
 def admit(length: int, source: int = 1, **identity: Any) -> Admit:
     return Admit((Segment(source, length),), **identity)
 
 
-def compute(subject: SglangRadixSubject) -> None:
+def compute(subject: SglangSubject) -> None:
     """Run one step to its end."""
     assert subject.apply(Launch()).status == "done"
     assert subject.apply(Retire()).status == "done"
 
 
-def run_and_finish(subject: SglangRadixSubject, operation: Admit) -> None:
+def run_and_finish(subject: SglangSubject, operation: Admit) -> None:
     """Let one request live its whole life."""
     assert subject.apply(operation).status == "done"
     compute(subject)
     assert subject.apply(Finish(len(subject.running) - 1)).status == "done"
 
 
-def told(subject: SglangRadixSubject, kind: type[Event]) -> list[Any]:
+def told(subject: SglangSubject, kind: type[Event]) -> list[Any]:
     return [event for event in subject.drain_events() if type(event) is kind]
 
 
@@ -123,8 +135,8 @@ def test_subject_and_view_fit_the_protocols(block_size: int) -> None:
     assert sorted(view.free_blocks(0)) == list(range(1, 9))
     assert list(view.ref_counts(0)) == [0] * 9
     assert (view.metrics(), dict(view.index(0))) == ({}, {})
-    assert is_kvproofs_own("sglang:radix")
-    assert subject_factory("sglang:radix", imports=False) is SglangRadixSubject
+    assert is_kvproofs_own(kind.name)
+    assert subject_factory(kind.name, imports=False) is kind
 
 
 def test_a_table_grows_with_its_tokens() -> None:
@@ -555,7 +567,7 @@ class Ledger:
             self.refs[block] += 1
         self._table(request).extend(blocks)
 
-    def assert_equals(self, view: SglangRadixView) -> None:
+    def assert_equals(self, view: SglangView) -> None:
         free = [b for b in range(1, len(self.refs)) if self.refs[b] == 0]
         assert list(view.ref_counts(0)) == self.refs
         assert view.free_count(0) == len(free)
@@ -570,16 +582,13 @@ class Ledger:
         assert list(view.steps_in_flight()) == [step.step for step in self.steps]
 
 
-ABLE = abilities(SglangRadixSubject)
-
-
 def test_events_alone_rebuild_the_view() -> None:
     performed = 0
     kinds: set[type[Event]] = set()
     causes: set[str] = set()
-    for seed in range(40):
-        draw = draw_run(f"ledger-{seed}", ABLE)
-        subject = SglangRadixSubject(draw.configuration)
+    for seed in range(25):
+        draw = draw_run(f"ledger-{seed}", abilities(kind))
+        subject = kind(draw.configuration)
         ledger = Ledger(draw.configuration.blocks)
         for operation in draw.operations:
             outcome = subject.apply(operation)
@@ -592,17 +601,17 @@ def test_events_alone_rebuild_the_view() -> None:
                     causes.add(event.cause)
             ledger.assert_equals(subject.view())
             performed += 1
-    assert performed > 3000
+    assert performed > 2000
     assert len(kinds) == 15  # each kind that Ledger.take knows
     assert causes == {"pressure", "request", "reset"}
 
 
 def test_a_run_repeats_exactly() -> None:
     """Also in a process in which SGLang's clock has gone on."""
-    draw = draw_run("again-1", ABLE)
+    draw = draw_run("again-1", abilities(kind))
     runs = []
     for _ in "ab":
-        subject = SglangRadixSubject(draw.configuration)
+        subject = kind(draw.configuration)
         runs.append(
             [(subject.apply(operation), subject.drain_events()) for operation in draw.operations]
         )
@@ -660,7 +669,8 @@ ATTRIBUTES: dict[str, Sequence[str]] = {
     ),
     "request.kv": ("req_pool_idx", "kv_allocated_len", "cache_protected_len", "holds_kv"),
     "tree": ("root_node", "token_to_kv_pool_allocator", "req_to_token_pool"),
-    "tree.root_node": ("children", "parent", "key", "value", "lock_ref", "last_access_time"),
+    "tree.root_node": ("children", "parent", "key", "last_access_time"),
+    "part": ("value", "lock_ref"),
     "tree.root_node.key": ("token_ids", "extra_key", "cache_salt"),
     "rows": ("req_to_token",),
 }  # fmt: skip
@@ -672,7 +682,12 @@ def moved() -> list[str]:
     missing = list(moved_functions(PARAMETERS))
     subject = build()
     subject.apply(admit(4))
-    roots = {"request": subject.live[0].request, "tree": subject.tree, "rows": subject.rows}
+    roots = {
+        "request": subject.live[0].request,
+        "tree": subject.tree,
+        "part": subject.part(subject.tree.root_node, 0),
+        "rows": subject.rows,
+    }
     for path, names in ATTRIBUTES.items():
         root, *more = path.split(".")
         owner = roots[root]

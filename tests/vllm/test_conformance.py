@@ -22,7 +22,15 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.mark.parametrize(
-    "name", ["vllm:manager", "vllm:manager:groups", "vllm:manager:unequal", "vllm:scheduler"]
+    "name",
+    [
+        "vllm:manager",
+        "vllm:manager:groups",
+        "vllm:manager:unequal",
+        "vllm:scheduler",
+        "vllm:scheduler:offload",
+        "vllm:scheduler:tiering",
+    ],
 )
 def test_an_adapter_of_vllm_tells_the_truth(name: str) -> None:
     examination = examine(subject_factory(name))

@@ -60,9 +60,10 @@ from kvproof.invariants.outcomes import (
 from kvproof.invariants.subject import Configuration, Subject
 from kvproof.invariants.view import View
 from kvproof.stateful_tests.harness import Harness
-from kvproof.stateful_tests.subjects import vllm_manager
+from kvproof.stateful_tests.subjects import vllm_package
 from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
-from kvproof.stateful_tests.subjects.vllm_manager import VllmManagerSubject, VllmManagerView
+from kvproof.stateful_tests.subjects.vllm_manager import VllmManagerSubject
+from kvproof.stateful_tests.subjects.vllm_manager_view import VllmManagerView
 
 try:
     VllmManagerSubject(Configuration())
@@ -123,7 +124,7 @@ def test_subject_and_view_fit_the_protocols() -> None:
     assert sorted(view.free_blocks(0)) == list(range(1, 9))
     counts = view.ref_counts(0)
     assert (len(counts), counts[0], list(counts[1:3])) == (9, 0, [0, 0])
-    assert (view.metrics(), dict(view.index(0))) == ({}, {})
+    assert (view.metrics(), dict(view.index(0))) == ({"kv_bytes_used": 0}, {})
 
 
 def test_a_table_grows_with_its_tokens() -> None:
@@ -139,7 +140,7 @@ def test_a_table_grows_with_its_tokens() -> None:
     assert (len(table), view.free_count(0)) == (3, 5)
     assert [view.ref_counts(0)[block] for block in table] == [1, 1, 1]
     assert 0 not in table
-    assert view.request_metrics(0) == {}
+    assert view.request_metrics(0) == {"findable_tokens": 8}
 
 
 def test_what_finished_is_hit_but_for_the_last_token() -> None:
@@ -411,7 +412,7 @@ def test_keys_do_not_depend_on_the_hash_seed(monkeypatch: pytest.MonkeyPatch) ->
     def keys(seed: str | None) -> set[bytes]:
         if seed is not None:
             monkeypatch.setenv("PYTHONHASHSEED", seed)
-        vllm_manager.load_vllm.cache_clear()
+        vllm_package.load_vllm.cache_clear()
         subject = build()
         subject.apply(admit(8, salt=1))
         return set(subject.view().index(0))
@@ -446,8 +447,8 @@ def test_a_missing_vllm_is_one_clear_line(
     replacement: Callable[..., object],
     message: str,
 ) -> None:
-    vllm_manager.load_vllm.cache_clear()
-    monkeypatch.setattr(vllm_manager, replaced, replacement)
+    vllm_package.load_vllm.cache_clear()
+    monkeypatch.setattr(vllm_package, replaced, replacement)
     with pytest.raises(SubjectUnavailable) as caught:
         build()
     assert message in str(caught.value)
@@ -706,6 +707,14 @@ def leaves_the_salt_out_of_the_key(original: Original) -> Original:
     return extra_keys
 
 
+def reports_twice_the_pool_as_used(original: Original) -> Original:
+    return lambda pool: original(pool) + 1
+
+
+def reports_all_tokens_as_findable(original: Original) -> Original:
+    return lambda manager, request: request.num_tokens
+
+
 POOL = "vllm.v1.core.block_pool.BlockPool"
 MANAGER = "vllm.v1.core.kv_cache_manager.KVCacheManager"
 GROUP = "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager"
@@ -716,16 +725,24 @@ MUTANTS: tuple[tuple[Callable[[Original], Original], str, set[str]], ...] = (
     (forgets_to_free_the_first_block, f"{POOL}.free_blocks", {"CONS", "REF", "QUIES"}),
     (frees_head_first, f"{POOL}.free_blocks", {"ORDER"}),
     (counts_no_reference_for_a_hit, f"{POOL}.touch", {"REF"}),
-    (leaves_hits_in_the_free_queue, f"{POOL}.touch", {"CONS", "REF"}),
+    # A hit that is handed out in the same operation, too, trips an assertion of vLLM's own.
+    (leaves_hits_in_the_free_queue, f"{POOL}.touch", {"CONS", "REF", "CRASH"}),
     (hits_the_whole_prompt, f"{MANAGER}.get_computed_blocks", {"CAP"}),
     (hits_one_block_less, f"{MANAGER}.get_computed_blocks", {"CAP"}),
-    # A block that keeps its key and becomes full again trips an assertion of vLLM's own.
-    (keeps_the_key_of_a_reused_block, f"{POOL}._maybe_evict_cached_block", {"VALID", "CRASH"}),
+    # A block that keeps its key and becomes full again trips an assertion of vLLM's own; and what
+    # is to be evicted on demand keeps its key, too.
+    (
+        keeps_the_key_of_a_reused_block,
+        f"{POOL}._maybe_evict_cached_block",
+        {"VALID", "CAP", "CRASH"},
+    ),
     (drops_the_key_but_not_the_entry, f"{POOL}._remove_cached_block_hashes", {"VALID", "CAP"}),
     (publishes_one_block_less, f"{POOL}.cache_full_blocks", {"VALID"}),
     (keeps_the_hits_of_a_refused_admission, f"{MANAGER}.allocate_slots", {"ATOM", "CONS"}),
     (takes_one_block_too_many, f"{GROUP}.allocate_new_blocks", {"CAP", "CONS"}),
     (leaves_the_salt_out_of_the_key, KEYS, {"KEY", "CAP"}),
+    (reports_twice_the_pool_as_used, f"{POOL}.get_usage", {"MET"}),
+    (reports_all_tokens_as_findable, f"{MANAGER}.estimate_cached_tokens", {"MET"}),
 )
 
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from mmap import PAGESIZE
 from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 from foreign import first_failure, found_and_shrunk
-from msgspec.structs import replace
 
 from kvproof.fuzz.search import abilities
 from kvproof.fuzz.swarm import draw_run
@@ -21,7 +19,6 @@ from kvproof.invariants.events import SlotsEvicted, TransferEnded, TransferStart
 from kvproof.invariants.operations import (
     Abort,
     Admit,
-    Arrive,
     Complete,
     Evict,
     Fail,
@@ -32,7 +29,6 @@ from kvproof.invariants.operations import (
     Promote,
     Reset,
     Retire,
-    Run,
     Segment,
     Withhold,
 )
@@ -44,13 +40,11 @@ from kvproof.invariants.outcomes import (
     OFFLOAD_OFF,
     Outcome,
 )
-from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.subject import Configuration, Subject
 from kvproof.invariants.view import TieredView
 from kvproof.stateful_tests.harness import Harness
 from kvproof.stateful_tests.harnesses import harness_for
-from kvproof.stateful_tests.scheduling_harness import SchedulingHarness
-from kvproof.stateful_tests.subjects import is_kvproofs_own, subject_factory, vllm_manager
+from kvproof.stateful_tests.subjects import is_kvproofs_own, subject_factory, vllm_package
 from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
 from kvproof.stateful_tests.subjects.vllm_offload import (
     VllmOffloadSubject,
@@ -58,22 +52,11 @@ from kvproof.stateful_tests.subjects.vllm_offload import (
     vllm_offload_factory,
 )
 from kvproof.stateful_tests.subjects.vllm_offload_host import load_offloading
-from kvproof.stateful_tests.subjects.vllm_scheduler import VllmSchedulerSubject
-from kvproof.stateful_tests.subjects.vllm_scheduling import NAME as SCHEDULER
-from kvproof.stateful_tests.subjects.vllm_scheduling import load_scheduling
 
 try:
     VllmOffloadSubject(Configuration())
 except SubjectUnavailable as error:
     pytest.skip(str(error), allow_module_level=True)
-
-import torch
-from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-    OffloadingConnectorMetadata,
-    OffloadingWorkerMetadata,
-)
-from vllm.v1.outputs import KVConnectorOutput
 
 pytestmark = pytest.mark.vllm
 
@@ -301,8 +284,8 @@ def test_each_copy_is_one_request_of_the_managers() -> None:
 
 def test_a_missing_vllm_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     load_offloading.cache_clear()
-    vllm_manager.load_vllm.cache_clear()
-    monkeypatch.setattr(vllm_manager, "version", lambda name: "0.34.1")
+    vllm_package.load_vllm.cache_clear()
+    monkeypatch.setattr(vllm_package, "version", lambda name: "0.34.1")
     with pytest.raises(SubjectUnavailable) as caught:
         vllm_offload_factory()
     assert "vllm:offload" in str(caught.value)
@@ -613,80 +596,3 @@ def test_a_mutant_of_vllm_is_found_and_shrunk(
 ) -> None:
     monkeypatch.setattr(target, mutate(resolve_name(target)))
     found_and_shrunk("vllm:offload", SEED, 120, properties, operations=16)
-
-
-# -- beside the manager: a prompt that is on a lower tier and larger than the host -----------------
-
-
-def tiered(chunks: int, order: str) -> type:
-    """vLLM's Scheduler with its offloading connector: a host of so many chunks, and a tier below.
-
-    The tier is vLLM's own example, which has its copies done at once; so has the worker, which
-    reports in one iteration what it was told in the one before.
-    """
-    scheduler = load_scheduling().schedulers[SCHEDULER]
-    connector = KVTransferConfig(
-        kv_connector="OffloadingConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config={
-            "spec_name": "TieringOffloadingSpec",
-            "cpu_bytes_to_use": chunks * PAGESIZE,
-            "eviction_policy": order,
-            "secondary_tiers": [{"type": "example"}],
-        },
-    )
-
-    class Tiered(scheduler):  # type: ignore[misc, valid-type]
-        def __init__(self, config: Any, *more: Any, **named: Any) -> None:
-            config.kv_transfer_config = connector
-            model = config.model_config
-            model.use_mla, model.model, model.dtype = False, "model", torch.float32
-            model.get_total_num_kv_heads = lambda: 1
-            self.done: OffloadingConnectorMetadata | None = None
-            super().__init__(config, *more, **named)
-
-        def update_from_output(self, scheduled: Any, output: Any) -> Any:
-            now, before = scheduled.kv_connector_metadata, self.done
-            jobs = {} if before is None else {**before.load_jobs, **before.store_jobs}
-            loads = () if before is None else before.load_jobs.values()
-            output.kv_connector_output = KVConnectorOutput(
-                finished_recving={job.req_id for job in loads},
-                kv_connector_worker_meta=OffloadingWorkerMetadata(dict.fromkeys(jobs, 1)),
-            )
-            self.done = now
-            return super().update_from_output(scheduled, output)
-
-    return Tiered
-
-
-PROMPT = Arrive((Segment(1, 4),))
-LARGER_THAN_THE_HOST = (PROMPT, Run(5), Arrive((Segment(2, 4),)), Run(5), PROMPT, Run(12))
-"""Computed and copied down token by token; lost on the device, for the second; asked for again."""
-
-
-@pytest.mark.parametrize("order", ["lru", "arc"])
-def test_a_prompt_that_the_host_cannot_hold_at_once_waits_for_ever(order: str) -> None:
-    run = _over_tiers(2, order, checked=True)
-    run.run(LARGER_THAN_THE_HOST)
-    (violation,) = run.violations
-    assert (violation.property, violation.op) == ("LIVE", 5)
-    assert "nothing was run in 8 iterations" in violation.message
-    longer = _over_tiers(2, order, checked=False)
-    longer.run((*LARGER_THAN_THE_HOST, Run(1000)))
-    (job,) = longer.subject.jobs.values()
-    assert (job.request.status.name, job.request.num_computed_tokens) == ("WAITING", 0)
-    assert longer.subject.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 5
-
-
-def test_a_host_that_can_hold_it_serves_it() -> None:
-    run = _over_tiers(4, "lru", checked=False)  # the checks have no word for loads by a connector
-    run.run(LARGER_THAN_THE_HOST)
-    assert not run.subject.jobs
-
-
-def _over_tiers(chunks: int, order: str, *, checked: bool) -> Any:
-    limits = Limits(token_budget=1)
-    configuration = Configuration(blocks=5, block_size=1, scheduling=limits)
-    subject = VllmSchedulerSubject(configuration, scheduler_class=tiered(chunks, order))
-    subject.promises = replace(subject.promises, work_conserving=False)  # it may wait for copies
-    return SchedulingHarness(subject, checked=checked)

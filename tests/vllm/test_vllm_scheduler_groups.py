@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from foreign import Mutant, assert_found_and_shrunk, each_of, first_failure
+from foreign import Mutant, assert_found_and_shrunk, each_of, failures, first_failure
 
+from kvproof.fuzz.cli.check import _driven
 from kvproof.fuzz.conformance import examine
 from kvproof.invariants.errors import InputError
 from kvproof.invariants.events import BlocksPublished, BlocksReleased, BlocksReused, StepLaunched
@@ -193,3 +194,49 @@ def test_a_mutant_of_vllm_is_found_and_shrunk(
     monkeypatch: pytest.MonkeyPatch, mutant: Mutant
 ) -> None:
     assert_found_and_shrunk(monkeypatch, mutant, NAME, "vllm-scheduler-groups")
+
+
+# -- the policy priority -------------------------------------------------------------------------
+
+PRIORITY = f"{NAME}:priority"
+V1 = "but no step has written it"
+"""How the known defect of that policy shows, see the findings."""
+
+
+def test_priority_has_its_known_defect_over_groups_and_no_other() -> None:
+    assert _driven(NAME, "priority", None) == PRIORITY
+    found = [violation for _, violation in failures(PRIORITY, "vllm-priority-groups", 60)]
+    assert found
+    assert all(V1 in violation.message for violation in found)
+
+
+def prefers_the_less_urgent(original: Original) -> Original:
+    return lambda request, other: request.priority > other.priority
+
+
+def preempts_the_most_urgent(original: Original) -> Original:
+    """Of those that run, which it keeps by their arrival."""
+
+    def schedule(scheduler: Any, *more: Any) -> Any:
+        priorities = [(request, request.priority) for request in scheduler.running]
+        for request, priority in priorities:
+            request.priority = -priority
+        try:
+            return original(scheduler, *more)
+        finally:
+            for request, priority in priorities:
+                request.priority = priority
+
+    return schedule
+
+
+@each_of(
+    [
+        Mutant(prefers_the_less_urgent, "vllm.v1.request.Request.__lt__", {"PRIORITY"}),
+        Mutant(preempts_the_most_urgent, f"{SCHEDULER}.schedule", {"PRIORITY"}),
+    ]
+)
+def test_a_mutant_of_its_priorities_is_found_and_shrunk(
+    monkeypatch: pytest.MonkeyPatch, mutant: Mutant
+) -> None:
+    assert_found_and_shrunk(monkeypatch, mutant, PRIORITY, "vllm-priority-groups")

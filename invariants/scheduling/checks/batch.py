@@ -7,7 +7,8 @@ that wait, to their ends.
 
 Does not verify: policies that promise neither (a static batch is a barrier by intent); work
 conservation while more than eight requests wait, or blocks are fenced; requests whose KV is on its
-way, and those behind them (LIVE); which of the waiting requests enters (FCFS, PRIORITY).
+way, and those behind them (LIVE); those whose adapter is one too many; which of the waiting
+requests enters (FCFS, PRIORITY).
 """
 
 from __future__ import annotations
@@ -96,8 +97,13 @@ class Batch(SchedulingCheck):
         if books.entered or not 0 < count <= WAITING_AT_MOST or books.fenced():
             return
         waiting = [*books.displaced.values(), *books.waiting.values()]
-        if books.deferred:
-            waiting = [request for request in waiting if not books.held_back(request)]
+        if books.deferred or books.cache.semantics.adapters:
+            running = books.running.values()
+            waiting = [
+                request
+                for request in waiting
+                if not books.held_back(request) and not books.lacks_adapter(request, running)
+            ]
             count = len(waiting)
         if not waiting or not all(request.ready for request in waiting):
             return

@@ -1,8 +1,9 @@
 """BUDGET: an iteration stays within its limits, and its step is what was planned.
 
 Verifies: tokens of an iteration against the token budget; running requests against the limit of
-sequences; free blocks after an admission against the watermark; that the step which the cache
-launched carries exactly the parts of the iteration, each with its tokens.
+sequences, and their adapters against that of adapters, if there is one; free blocks after an
+admission against the watermark; that the step which the cache launched carries exactly the parts of
+the iteration, each with its tokens.
 
 Does not verify: that the limits are made use of (BATCH); free blocks themselves (the cache's CAP
 and CONS).
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 
 from kvproof.invariants.events import Event
 from kvproof.invariants.property import Claim, EventHandler
+from kvproof.invariants.scheduling.books import adapters_of
 from kvproof.invariants.scheduling.property import SchedulingCheck
 from kvproof.invariants.scheduling.vocabulary import Scheduled
 
@@ -23,7 +25,8 @@ class Budget(SchedulingCheck):
 
     claims = (
         Claim(
-            "The tokens of an iteration, and the running requests, are never more than allowed.",
+            "The tokens of an iteration, the running requests, and their adapters, are never more "
+            "than allowed.",
             "survey E14, Q09, Q10",
         ),
         Claim(
@@ -56,7 +59,17 @@ class Budget(SchedulingCheck):
             )
         if books.entered and limits.watermark_blocks:
             self._watermark(event)
+        if books.cache.semantics.adapters:
+            self._adapters(event, books.cache.semantics.adapters)
         self._compare_step(event)
+
+    def _adapters(self, event: Scheduled, most: int) -> None:
+        used = adapters_of(self.books.running.values())
+        if len(used) > most:
+            self.fail(
+                f"after iteration {event.iteration} requests of {len(used)} adapters run, "
+                f"{sorted(used)}, but {most} may be loaded"
+            )
 
     def _watermark(self, event: Scheduled) -> None:
         free, watermark = self.books.free_blocks(), self.limits.watermark_blocks

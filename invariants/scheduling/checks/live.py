@@ -2,10 +2,11 @@
 
 Verifies: an arrival is refused exactly when the request could never fit, at once; with nothing in
 flight, no more than a few iterations in a row run nothing, there is no excuse; who is made to wait
-for KV waits for a copy in flight, whose end METER sees; no request is preempted over and over
-while everything returns to the same state; once arrivals and aborts stop, somebody gets an output
-token within as many iterations as it would take to serve all live requests one token after the
-other.  Output tokens are finite, so all of them finish.
+for KV waits for a copy in flight, whose end METER sees, or which ends within a bound that is
+promised; no request is preempted over and over while everything returns to the same state; once
+arrivals and aborts stop, somebody gets an output token within as many iterations as it would take
+to serve all live requests one token after the other.  Output tokens are finite, so all of them
+finish.
 
 Does not verify: fairness (STARVE, FCFS); how much is recomputed while somebody makes progress;
 runs that stop before the bound is reached.
@@ -58,6 +59,10 @@ def _copied(books: SchedulingBooks) -> bool:
     return books.only_copied()
 
 
+def _loading(books: SchedulingBooks) -> bool:
+    return any(map(books.cache.awaits_load, books.cache.running))
+
+
 EXCUSES: tuple[tuple[str, Callable[[SchedulingBooks], bool]], ...] = (
     (
         "a step is in flight: its samples, or the blocks that it fences, may be waited for",
@@ -65,6 +70,7 @@ EXCUSES: tuple[tuple[str, Callable[[SchedulingBooks], bool]], ...] = (
     ),
     ("KV of a waiting request is on its way: it may be waited for", _kv_on_its_way),
     ("a copy in flight holds blocks that nobody else holds: they will be free", _copied),
+    ("a copy brings KV into a request's blocks: it may be waited for", _loading),
 )
 """All that excuses an iteration in which nothing is run, each with its proof."""
 
@@ -87,7 +93,8 @@ class Live(SchedulingCheck):
             "bugs B140, B144, B155; survey K16, K18",
         ),
         Claim(
-            "A request is made to wait for KV only while that is on its way to the device.",
+            "A request is made to wait for KV only while that is on its way to the device, and "
+            "what is on its way arrives.",
             "survey T09, E11; bug B95",
         ),
         Claim(
@@ -115,6 +122,8 @@ class Live(SchedulingCheck):
         self._displacements: deque[Scheduled] = deque(maxlen=HISTORY)
         """Iterations with preemptions since anybody's last output token."""
         self._seen: Counter[Recurrence] = Counter()
+        self._ages: dict[int, int] = {}
+        """Of copies in flight: iterations since each was started."""
 
     def after_event(self) -> Mapping[type[Event], EventHandler]:
         return {
@@ -145,6 +154,8 @@ class Live(SchedulingCheck):
         self.checked += 1
         if event.preempted or event.swapped:
             self._recurs(event)
+        if self.books.promises.copies_end_in is not None:
+            self._copies_end(self.books.promises.copies_end_in)
         if event.step is not None:
             self._idle = 0
             self._drains()
@@ -166,6 +177,14 @@ class Live(SchedulingCheck):
                     "of its prompt that the device lacks",
                     request=number,
                 )
+
+    def _copies_end(self, bound: int) -> None:
+        tiers, ages = self.books.cache.tiers, self._ages
+        in_flight = () if tiers is None else tiers.in_flight
+        self._ages = {number: ages.get(number, 0) + 1 for number in in_flight}
+        late = next((number for number, age in self._ages.items() if age > bound), None)
+        if late is not None:
+            self.fail(f"transfer {late} is in flight for {bound} iterations, and does not end")
 
     # -- stalls ----------------------------------------------------------------------------------
 

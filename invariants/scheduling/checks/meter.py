@@ -174,7 +174,7 @@ class Meter(SchedulingCheck):
 
     def _lost(self) -> None:
         tiers = self.books.cache.tiers
-        if tiers is None:
+        if tiers is None or self.books.promises.copies_end_in is not None:
             return
         for number in tiers.in_flight:
             if number not in self.books.copies:

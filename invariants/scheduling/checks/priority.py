@@ -5,8 +5,8 @@ number waits, preempted and swapped ones included; and that none is preempted wh
 number keeps running.
 
 Does not verify: the order among requests of the same priority, or of those whose KV is on its way
-and of all behind them (LIVE, FCFS); which running requests are served when the budget does not
-suffice for all of them.
+and of all behind them (LIVE, FCFS), or whose adapter is one too many; which running requests are
+served when the budget does not suffice for all of them.
 """
 
 from __future__ import annotations
@@ -125,8 +125,15 @@ class Priority(SchedulingCheck):
     def _ready(self, priorities: list[int]) -> Iterator[LiveRequest]:
         for priority in priorities:
             for request in self._waiting[priority].values():
-                if request.ready and not self.books.held_back(request):
+                if request.ready and not self._passed_over(request):
                     yield request
+
+    def _passed_over(self, request: LiveRequest) -> bool:
+        """It waits for KV, or its adapter was one too many when it was its turn."""
+        books = self.books
+        later = {other.id for other in books.entered if other.priority > request.priority}
+        before = (other for other in books.running.values() if other.id not in later)
+        return books.held_back(request) or books.lacks_adapter(request, before)
 
     def _preempted(self, event: Scheduled, displaced: list[LiveRequest]) -> None:
         self.checked += 1

@@ -1,7 +1,8 @@
 """STARVE: nobody is overtaken for longer than promised.
 
 Verifies: where a bound is promised, that no live, ready request is left out of more iterations in
-a row than that, each of which ran a request that arrived later.
+a row than that, each of which ran a request that arrived later; also if its adapter is one too
+many, since whoever promises a bound must unload others in time.
 
 Does not verify: waiting in a queue behind older requests, which is load and not starvation; for
 KV that is on its way (LIVE); of very many that are overtaken at once, more than the eight that
