@@ -1,4 +1,4 @@
-"""Narrow draws for schedulers that decide by themselves: a tiny pool under steady pressure.
+"""Narrow draws for schedulers: a tiny pool under steady pressure.
 
 The broad draws of :mod:`kvproof.fuzz.scheduler_swarm` reach every situation, but rarely the one
 in which a long prompt is half computed, others have taken the blocks that it still needs, and
@@ -16,7 +16,7 @@ from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.subject import Configuration
 
 PRESSURE_SHARE = 0.5
-"""Of the runs of such a scheduler."""
+"""Of the runs of a scheduler."""
 RESETS_SHARE = 0.2
 """Of the runs of one that can reset its prefix cache."""
 _FEATURES = ("pressure", "priorities", "long")

@@ -9,6 +9,8 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvproof.invariants.operations import (
     Abort,
     AnyOperation,
@@ -41,6 +43,7 @@ few running requests; priorities; requests that stop before their longest output
 tokens; no chunked prefill; a watermark; swap space; completed blocks copied to the host, and from
 there (``disk``, with ``tiers``) to the disk."""
 
+_BELOW = ("swaps", "tiers", "disk")
 _WEIGHTS = {"arrive": 2.0, "schedule": 2.0, "retire": 2.0, "run": 1.0, "abort": 0.3}
 _WAIT_WEIGHT = 0.5
 """Only where there is something to wait for."""
@@ -91,6 +94,28 @@ def _tiers(rng: Random, features: tuple[str, ...]) -> dict[str, Any]:
         if "disk" in features:
             tiers["disk_blocks"] = rng.choice((2, 8, 65))
     return tiers
+
+
+def under_pressure(
+    rng: Random,
+    configuration: Configuration,
+    features: tuple[str, ...],
+    operations: list[AnyOperation],
+) -> tuple[Configuration, tuple[str, ...], list[AnyOperation]]:
+    """A narrow run (see :mod:`kvproof.fuzz.pressure_swarm`) of kvproof's own scheduler.
+
+    In most of them something lies below, and steps are launched and retired one by one.
+    """
+    features += tuple([name for name in _BELOW if rng.random() < 0.4])
+    tiers, run_ahead = _tiers(rng, features), rng.choice((1, 2, 2, 3))
+    stepwise = rng.choice((0.0, 0.5, 1.0))
+    stepped: list[AnyOperation] = []
+    for operation in operations:
+        if isinstance(operation, Run) and rng.random() < stepwise:
+            stepped += rng.choices((Schedule(), Retire()), k=2 * operation.iterations)
+        else:
+            stepped.append(operation)
+    return replace(configuration, run_ahead=run_ahead, **tiers), features, stepped
 
 
 def draw_operations(
@@ -148,7 +173,7 @@ class _Arguments:
             **self._identity(),
         )
 
-    def _identity(self) -> dict[str, int]:
+    def _identity(self) -> dict[str, Any]:
         """A salt and an adapter, which keep equal prompts apart."""
         drawn = int(self._rng.random() * 4) if "salt" in self._features else 0
         return {"salt": drawn >> 1, "adapter": drawn & 1}

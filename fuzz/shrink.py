@@ -27,6 +27,7 @@ from kvproof.fuzz.simpler import (
     cut,
     cut_output,
     field_lowered,
+    iterations_of,
     lengthened_by,
     simplified,
     size_of,
@@ -47,11 +48,12 @@ from kvproof.invariants.operations import (
     Retire,
     Run,
     Schedule,
+    Tier,
 )
 from kvproof.invariants.scheduling.vocabulary import Limits
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.verdict import Violation, primary
-from kvproof.stateful_tests.subjects import subject_factory
+from kvproof.stateful_tests.subjects import SubjectFactory, subject_factory
 
 REPLAYS_MAX = 6000
 SECONDS_MAX = 60.0
@@ -91,22 +93,8 @@ def shrink(
             return None
         operations, violations = found
         violation = _of_property(violations, case.violates) or primary(violations)
-        wanted = violation.property
-        in_vain: set[str] = set()
-        """Runs that did not fail: passes come upon the same ones again and again."""
-
-        def attempt(candidate: Case) -> tuple[Case, Violation] | None:
-            run = repr((candidate.configuration, candidate.operations))
-            if run in in_vain:
-                return None
-            result = first_violation(factory, candidate.configuration, candidate.operations)
-            same = _of_property(result[1], wanted) if result else None
-            if result is None or same is None:
-                in_vain.add(run)
-                return None
-            return replace(candidate, operations=list(result[0])), same
-
-        start = replace(case, operations=list(operations), violates=wanted)
+        attempt = _attempts(factory, violation.property)
+        start = replace(case, operations=list(operations), violates=violation.property)
         search = _Search(start, violation, attempt, replays_max, deadline)
         interrupted = True
         with suppress(KeyboardInterrupt):
@@ -119,6 +107,9 @@ def shrink(
                 again.run(backwards=True)
             again.replays += search.replays
             search = min(again, search, key=lambda found: size_of(found.case))
+        if len(search.case.operations) <= _SHORT and not interrupted:
+            with suppress(KeyboardInterrupt):
+                search.go_on_with_what_broke_as_well(factory)
     return Shrunk(search.case, search.violation, search.replays)
 
 
@@ -127,6 +118,25 @@ def _of_property(violations: Sequence[Violation], name: str | None) -> Violation
 
 
 Attempt = Callable[[Case], tuple[Case, Violation] | None]
+
+
+def _attempts(factory: SubjectFactory, wanted: str) -> Attempt:
+    """Runs a candidate: what is left of it up to the violation of this property, if it fails so."""
+    in_vain: set[str] = set()
+    """Runs that did not fail: passes come upon the same ones again and again."""
+
+    def attempt(candidate: Case) -> tuple[Case, Violation] | None:
+        run = repr((candidate.configuration, candidate.operations))
+        if run in in_vain:
+            return None
+        result = first_violation(factory, candidate.configuration, candidate.operations)
+        same = _of_property(result[1], wanted) if result else None
+        if result is None or same is None:
+            in_vain.add(run)
+            return None
+        return replace(candidate, operations=list(result[0]), violates=wanted), same
+
+    return attempt
 
 
 class _Search:
@@ -157,6 +167,7 @@ class _Search:
             self._delete_chunks,
             self._drop_features,
             self._merge_iterations,
+            self._postpone_iterations,
             self._merge_growth,
             self._delete_with_blocks,
             self._loosen_limits,
@@ -177,6 +188,24 @@ class _Search:
             self._make(costly)
         while self._make(passes) or any(self._make([one]) for one in costly):
             pass
+
+    def go_on_with_what_broke_as_well(self, factory: SubjectFactory) -> None:
+        """One mistake may break several properties at one operation, and one of them sooner."""
+        seen = first_violation(factory, self.case.configuration, self.case.operations)
+        others = {violation.property for violation in seen[1]} if seen else set()
+        for other in sorted(others - {self.violation.property}):
+            self._attempt = _attempts(factory, other)
+            if self._delete_in_a_small_world():
+                self.run()
+                return
+
+    def _delete_in_a_small_world(self) -> bool:
+        """An operation goes, and the pool becomes as small as what is left may need."""
+        operations = self.case.operations
+        return any(
+            self._fit_in_a_small_world(operations[:index] + operations[index + 1 :])
+            for index in reversed(range(len(operations)))
+        )
 
     def _make(self, passes: Sequence[Callable[[], None]]) -> bool:
         """Make these passes once; whether they helped, and there is time for more."""
@@ -244,6 +273,27 @@ class _Search:
         for start, end in self._rows_of_iterations():
             self._run_instead(start, end)
         self._join_iterations()
+
+    def _postpone_iterations(self) -> None:
+        """All rows of iterations become one, after the last of them; or two neighbours do.
+
+        The scheduler has more requests to choose from then, but may come to the same point.
+        """
+        rows = [*self._rows_of_iterations()]
+        if len(rows) > 1 and not self._join_rows(rows):
+            for earlier in range(len(rows) - 1, 0, -1):
+                pair = [*self._rows_of_iterations()][earlier - 1 : earlier + 1]
+                if len(pair) > 1:
+                    self._join_rows(pair)
+
+    def _join_rows(self, rows: Sequence[tuple[int, int]]) -> bool:
+        """Whether these rows, from the last to the first, can be one operation."""
+        operations = self.case.operations
+        inside = {index for start, end in rows for index in range(start, end)}
+        whole = Run(max(1, sum(iterations_of(operations[index]) for index in inside)))
+        end = rows[0][1]
+        before = [operation for i, operation in enumerate(operations[:end]) if i not in inside]
+        return self._try(operations=[*before, whole, *operations[end:]])
 
     def _rows_of_iterations(self) -> Iterator[tuple[int, int]]:
         """Where they start and end, from the last to the first: so a shorter row moves no other.
@@ -313,24 +363,22 @@ class _Search:
 
         A case that needs a full pool survives no single one of these changes.
         """
+        self._fit_in_a_small_world(self.case.operations)
+
+    def _fit_in_a_small_world(self, operations: Sequence[AnyOperation]) -> bool:
         world = self.case.configuration
         for block_size in sorted({1, 2, world.block_size}):
             for rows in (1, 2, 3):
-                operations = [
-                    cut(operation, rows, block_size, world.block_size)
-                    for operation in self.case.operations
-                ]
-                outputs_cut = [
-                    cut_output(operation, rows, block_size, world.block_size)
-                    for operation in operations
-                ]
+                shorter = [cut(op, rows, block_size, world.block_size) for op in operations]
+                outputs_cut = [cut_output(op, rows, block_size, world.block_size) for op in shorter]
                 for blocks in sorted({1, 2, 3, 4, 5, world.blocks}):
                     if block_size <= world.block_size and blocks <= world.blocks:
                         smaller = {"blocks": blocks, "block_size": block_size}
-                        if self._try_in(operations, **smaller):
-                            return
-                        if outputs_cut != operations and self._try_in(outputs_cut, **smaller):
-                            return
+                        if self._try_in(shorter, **smaller):
+                            return True
+                        if outputs_cut != shorter and self._try_in(outputs_cut, **smaller):
+                            return True
+        return False
 
     def _do_without_tiers(self) -> None:
         """No disk; no offload of prefixes; nothing below the device: what goes only together."""
@@ -375,13 +423,15 @@ class _Search:
         """A few operations become one or two plain ones: a detour's purpose, got directly."""
         if len(self.case.operations) > _PAIRS_UP_TO:
             return
+        below = [tier for tier, name in _BELOW if getattr(self.case.configuration, name)]
+        cached = (*_PLAIN, *((Evict(tier=tier),) for tier in below))
         for width in range(8, 0, -1):
             start = 0
             while start + width <= len(self.case.operations):
                 operations = self.case.operations
                 before, after = operations[:start], operations[start + width :]
                 schedules = any(isinstance(o, Arrive) for o in operations)
-                for plain in _PLAIN_ITERATIONS if schedules else _PLAIN:
+                for plain in _PLAIN_ITERATIONS if schedules else cached:
                     if len(plain) <= width and self._try(operations=[*before, *plain, *after]):
                         break
                 start += 1
@@ -454,6 +504,9 @@ _PLAIN: tuple[tuple[AnyOperation, ...], ...] = (
     (Offload(), Complete()),
 )
 
+
+_BELOW: tuple[tuple[Tier, str], ...] = (("host", "host_blocks"), ("disk", "disk_blocks"))
+"""The tiers below the device, and what says that there is one."""
 
 _PLAIN_ITERATIONS: tuple[tuple[AnyOperation, ...], ...] = (
     (Run(1),),

@@ -99,7 +99,8 @@ def _without_adapter(operation: AnyOperation) -> AnyOperation:
 
 
 def _without_media(operation: AnyOperation) -> AnyOperation:
-    return replace(operation, media=()) if isinstance(operation, Admit | Promote) else operation
+    prompted = isinstance(operation, Admit | Arrive | Promote)
+    return replace(operation, media=()) if prompted else operation
 
 
 def _without_tails(operation: AnyOperation) -> AnyOperation:
@@ -185,6 +186,13 @@ PLAIN_WORLD = Configuration()
 
 ITERATIONS = (Schedule, Retire, Run)
 """What a scheduler's iterations are spelled with."""
+
+
+def iterations_of(operation: AnyOperation) -> int:
+    """How many iterations it begins."""
+    if isinstance(operation, Run):
+        return operation.iterations
+    return int(isinstance(operation, Schedule))
 
 
 def as_one(first: AnyOperation, second: AnyOperation) -> Run | None:

@@ -9,14 +9,21 @@ their targets modulo the candidates, so every list makes sense, and shrinking ca
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from random import Random
 
 from msgspec import Struct
 
 from kvproof.fuzz.host_swarm import HOST_SHARE, draw_host
+from kvproof.fuzz.identity_swarm import with_adapters, with_media
 from kvproof.fuzz.pressure_swarm import PRESSURE_SHARE, draw_pressure, with_resets
 from kvproof.fuzz.sample_swarm import SAMPLES_SHARE, draw_samples
-from kvproof.fuzz.scheduler_swarm import draw_configuration, draw_features, draw_operations
+from kvproof.fuzz.scheduler_swarm import (
+    draw_configuration,
+    draw_features,
+    draw_operations,
+    under_pressure,
+)
 from kvproof.fuzz.tier_swarm import (
     TIER_FEATURES,
     TIERS_SHARE,
@@ -79,11 +86,20 @@ _BASE_WEIGHTS = {
     "reset": 0.1,
     "preempt": 0.4,
     "resume": 0.5,
-    "launch": 2.5,
-    "retire": 2.5,
+    "launch": 1.0,
+    "retire": 1.0,
 }
 """Decoding is most of what a cache does; each run bends these by its own factors."""
-_LENGTHS = (20, 50, 100, 200, 400)
+_FOLLOWED_BY = {
+    **dict.fromkeys(("admit", "grow", "decode", "fork", "resume"), "launch"),
+    "launch": "retire",
+}
+"""What is apt to come next: new tokens are computed, and what was computed is told of."""
+_FOLLOWS = (0.0, 0.3, 0.6, 0.9)
+_OF_A_REQUEST = frozenset(("grow", "decode", "reserve", "fork", "preempt", "finish", "abort"))
+_CROWD = 4
+"""So many requests are enough to be sure, when some of them have ended, that others run."""
+_LENGTHS = (60, 120, 240)
 
 
 class Draw(Struct, frozen=True):
@@ -98,11 +114,11 @@ class Draw(Struct, frozen=True):
 def _draw_scheduling(
     seed: str, rng: Random, capabilities: frozenset[str]
 ) -> tuple[Configuration, tuple[str, ...], list[AnyOperation]]:
-    """A run of a scheduler."""
-    if "wait" not in capabilities:
-        pressure = Random(f"{seed}: pressure")
-        if pressure.random() < PRESSURE_SHARE:
-            return draw_pressure(pressure)
+    """A run of a scheduler: narrow or broad."""
+    pressure = Random(f"{seed}: pressure")
+    if pressure.random() < PRESSURE_SHARE:
+        narrow = draw_pressure(pressure)
+        return under_pressure(pressure, *narrow) if "wait" in capabilities else narrow
     features = draw_features(rng)
     configuration = draw_configuration(rng, features)
     return configuration, features, draw_operations(rng, configuration, features)
@@ -114,7 +130,7 @@ def draw_run(seed: str, capabilities: frozenset[str], *, tiers_share: float = TI
     ``capabilities``: of the subject, and the names of its features.  Of runs of a subject that is
     capable of them, ``tiers_share`` have tiers, or all if it is nothing without; the others are the
     same whether it is or not.  Half of the former are narrow ones.
-    Schedulers of others, which have no virtual time to wait for, are put under pressure, too.
+    Half of the runs of a scheduler are under pressure.
     """
     rng, tiers_rng = Random(seed), Random(f"{seed}: tiers")
     if "samples" in capabilities:
@@ -129,6 +145,10 @@ def draw_run(seed: str, capabilities: frozenset[str], *, tiers_share: float = TI
         configuration, features, operations = _draw_scheduling(seed, rng, capabilities)
         if "reset" in capabilities:
             operations = with_resets(Random(f"{seed}: resets"), operations)
+        if "adapters" in capabilities:
+            operations = with_adapters(Random(f"{seed}: adapters"), operations)
+        if "arriving-media" in capabilities:
+            operations = with_media(Random(f"{seed}: media"), operations)
         return Draw(seed, configuration, features, operations)
     features = tuple(
         name
@@ -153,14 +173,41 @@ def draw_run(seed: str, capabilities: frozenset[str], *, tiers_share: float = TI
         weights = draw_weights(tiers_rng, capabilities, features)
         operations = TierArguments(tiers_rng, configuration, features, plain).run(weights, length)
     else:
-        kinds = rng.choices(list(weights), list(weights.values()), k=length)
-        operations = [plain[kind]() for kind in kinds]
+        operations = [plain[kind]() for kind in _draw_kinds(rng, weights, length)]
     return Draw(seed, configuration, features, operations)
+
+
+def _draw_kinds(rng: Random, weights: Mapping[str, float], count: int) -> list[str]:
+    """So many kinds of operations, mostly such as have something to do.
+
+    How many requests run, nobody knows here: admissions may be refused.  An estimate is enough to
+    replace what would hardly find a request by an admission.
+    """
+    follows, running, preempted = rng.choice(_FOLLOWS), 0, 0
+    kinds: list[str] = []
+    for kind in rng.choices(list(weights), list(weights.values()), k=count):
+        if running == 0 and kind in _OF_A_REQUEST:
+            kind = "admit"
+        elif preempted == 0 and kind == "resume":
+            kind = "preempt" if running and "preempt" in weights else "admit"
+        if kind in ("admit", "resume"):
+            running = min(running + 1, _CROWD)
+            preempted -= kind == "resume"
+        elif kind in ("finish", "abort", "preempt"):
+            running -= 1
+            preempted += kind == "preempt"
+        kinds.append(kind)
+        while rng.random() < follows and _FOLLOWED_BY.get(kind) in weights:
+            kind = _FOLLOWED_BY[kind]
+            kinds.append(kind)
+        if len(kinds) >= count:
+            break
+    return kinds[:count]
 
 
 def _draw_configuration(rng: Random, features: tuple[str, ...]) -> Configuration:
     return Configuration(
-        blocks=rng.randint(6, 33) if rng.random() < 0.8 else rng.randint(6, 10),
+        blocks=rng.randint(4, 16) if rng.random() < 0.8 else rng.randint(6, 33),
         block_size=rng.choice((1, 2, 3, 4, 4, 5, 8, 16)),
         requests=rng.randint(1, 4) if "narrow" in features else 64,
         run_ahead=rng.choice((1, 2, 2, 3)),

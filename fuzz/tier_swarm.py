@@ -113,8 +113,10 @@ and on any tier; all blocks of a tier withheld, or none; a prompt that needs nea
 device, or only the first block of another one; all blocks of the device but one withheld; the
 disk's failures; its index damaged."""
 _DISTINCT = ("salt", "adapter", "media", "tails")
-"""Features under which prompts differ: off in half of the runs that would have them, since what is
-stored has to be asked for again."""
+"""Features under which prompts differ …"""
+_DISTINCT_SHARE = 0.3
+"""… which this part of the runs keeps that would have them: what is stored has to be asked for
+again."""
 _COMPUTED = ("admit", "launch", "retire")
 _STORED = (*_COMPUTED, "offload", "complete")
 _LOST = (*_STORED, "finish", "evict")
@@ -192,7 +194,7 @@ def with_tier_features(
     rng: Random, features: tuple[str, ...], capabilities: frozenset[str]
 ) -> tuple[str, ...]:
     """The features of a run, if it has tiers; what cannot restart a disk has none."""
-    kept = [name for name in features if name not in _DISTINCT or rng.random() < 0.5]
+    kept = [name for name in features if name not in _DISTINCT or rng.random() < _DISTINCT_SHARE]
     drawn = [name for name, share in _SHARES.items() if rng.random() < share]
     return (*kept, "tiers", *(n for n in drawn if n != "disk" or "restart" in capabilities))
 
@@ -251,7 +253,7 @@ class TierArguments:
             if meaning in configuration.meanings
         ]
         self._all = (configuration.blocks, configuration.host_blocks, configuration.disk_blocks)
-        self._touring = rng.choice((0.15, 0.3, 0.6))
+        self._touring = rng.choice((0.3, 0.6, 0.9))
         """How often a tour comes before an operation …"""
         self._goes_on = rng.choice((0.9, 0.95, 0.99))
         """… and how often each of its operations leads to the next."""

@@ -94,9 +94,9 @@ class World:
 
 
 def test_pools_of_any_size_are_settled_and_audited_in_time() -> None:
-    blocks = (1, 40, 42, 1280, 1344, 8192, 8256, 1 << 20)
-    assert [settlement_interval(size) for size in blocks] == [20, 20, 20, 20, 21, 128, 128, 128]
-    assert [audit_interval(size) for size in blocks[:5]] == [20, 20, 21, 640, 672]
+    blocks = (1, 40, 42, 768, 832, 8192, 8256, 1 << 20)
+    assert [settlement_interval(size) for size in blocks] == [12, 12, 12, 12, 13, 128, 128, 128]
+    assert [audit_interval(size) for size in blocks[:5]] == [20, 20, 21, 384, 416]
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,7 @@ def _cases(folder: Path) -> list[str]:
     draw = next(
         draw
         for number in range(1000)
-        if len((draw := draw_run(f"digest/{number}", ABLE)).operations) == 400
+        if len((draw := draw_run(f"digest/{number}", ABLE)).operations) == 240
     )
     operations: list[Any] = [*draw.operations]
     cases = [Case("engine", draw.configuration, operations)]

@@ -1,4 +1,4 @@
-"""The narrow draws for schedulers of others: who gets them, and what they reach."""
+"""The narrow draws for schedulers: who gets them, and what they reach."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from kvproof.fuzz.pressure_swarm import draw_pressure
 from kvproof.fuzz.search import abilities, run_once
 from kvproof.fuzz.swarm import Draw, draw_run
-from kvproof.invariants.operations import SCHEDULER_KINDS, Arrive
+from kvproof.invariants.operations import SCHEDULER_KINDS, AnyOperation, Arrive, Retire, Schedule
 from kvproof.invariants.prompts import prompt_length
 from kvproof.stateful_tests.subjects import subject_factory
 from kvproof.stateful_tests.totals import Totals
@@ -23,13 +23,25 @@ def test_half_of_the_runs_of_a_scheduler_without_a_clock_are_under_pressure() ->
     assert 70 < sum("pressure" in draw.features for draw in draws) < 130
 
 
-def test_schedulers_with_a_clock_are_drawn_for_as_ever() -> None:
-    able = abilities(subject_factory("scheduler:fcfs"))
-    for number in range(50):
+def test_under_a_scheduler_with_a_clock_something_lies_below_and_steps_are_single() -> None:
+    able, below, stepwise = abilities(subject_factory("scheduler:fcfs")), 0, 0
+    for number in range(200):
         draw = draw_run(f"pressure/{number}", able)
-        assert "pressure" not in draw.features
         timeless = draw_run(f"pressure/{number}", TIMELESS)
-        assert "pressure" in timeless.features or timeless == draw
+        if "pressure" not in timeless.features:
+            assert timeless == draw
+            continue
+        kinds = {type(operation) for operation in draw.operations}
+        assert _arrivals(draw) == _arrivals(timeless)
+        assert "pressure" in draw.features
+        below += draw.configuration.host_blocks > 0
+        stepwise += {Schedule, Retire} <= kinds
+    assert 30 < below < 100
+    assert 30 < stepwise < 100
+
+
+def _arrivals(draw: Draw) -> list[AnyOperation]:
+    return [operation for operation in draw.operations if isinstance(operation, Arrive)]
 
 
 def test_one_prompt_in_three_is_long_and_not_urgent() -> None:

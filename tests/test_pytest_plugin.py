@@ -578,7 +578,7 @@ def test_it_can_be_turned_off(pytester: pytest.Pytester) -> None:
 
 
 def test_it_works_without_the_plugin_of_hypothesis(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(QUICK.format(subject=LEAKY))
+    pytester.makepyfile(TWO_LINES.format(subject=LEAKY))
     result = run_apart(pytester, "-p", "no:hypothesispytest")
     result.assert_outcomes(failed=1)
     assert "gave back blocks" in result.stdout.str()

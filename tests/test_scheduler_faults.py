@@ -82,7 +82,7 @@ def test_a_fault_is_in_place_only_while_it_is_installed(fault: Fault) -> None:
 @cache
 def searched(fault: Fault) -> Found:
     totals = Totals()
-    seed = f"faults/{fault.id}"
+    seed = f"fault/{fault.id}"
     found = search(fault.subject, seed, seconds=60, totals=totals, fault=fault.id)
     assert found is not None
     return found

@@ -41,6 +41,7 @@ from kvproof.invariants.operations import (
     Schedule,
     Segment,
     Slow,
+    Tier,
     Withhold,
     kind_of,
 )
@@ -288,7 +289,7 @@ def test_only_what_is_needed_is_left_of_a_long_run(shrunk: Callable[..., Case]) 
             (draw := draw_run(f"chain/{number}", able, tiers_share=1)).configuration,
             draw.operations,
         )
-        and len(draw.operations) == 200
+        and len(draw.operations) == 240
     )
     case = shrunk(draw.operations, has(*chain), draw.configuration)
     assert case.operations == [Admit(PROMPT), Offload(), Complete(), Evict(), Promote(PROMPT)]
@@ -320,3 +321,61 @@ def test_one_request_alone_does_it(shrunk: Callable[..., Case]) -> None:
     arrivals = [Arrive((Segment(source, 3),)) for source in range(2)]
     case = shrunk([arrivals[0], Schedule(), Retire(), arrivals[1], Run(2)], fails)
     assert case.operations == [Arrive((Segment(0, 1),), output=4), Run(4)]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_rows_of_iterations_become_one_or_join_the_next(
+    shrunk: Callable[..., Case], together: bool
+) -> None:
+    """All arrive before anything is computed, unless the second must find the first computed."""
+
+    def fails(world: Configuration, run: Sequence[AnyOperation]) -> bool:
+        iterations = sum(op.iterations for op in run if isinstance(op, Run))
+        enough = iterations >= 6 and (together or has(Run)(world, run[:-2]))
+        return enough and has(*served)(world, run)
+
+    served = [Arrive((Segment(source, 1),)) for source in range(4)]
+    rows: list[AnyOperation] = [op for arrive in served for op in (arrive, Run(1))]
+    case = shrunk([*rows, Run(2)], fails)
+    if together:
+        assert case.operations == [*served, Run(6)]
+    else:
+        assert [type(op) for op in case.operations] == [*[Arrive] * 3, Run, Arrive, Run]
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_block_is_evicted_where_it_lies(shrunk: Callable[..., Case], tier: Tier) -> None:
+    """A detour drove it out of a tier below the device."""
+
+    def fails(world: Configuration, run: Sequence[AnyOperation]) -> bool:
+        detour, plain = has(Corrupt, Promote, Complete), has(Evict(tier=tier))
+        is_there = getattr(world, f"{tier}_blocks") > 0
+        return is_there and (detour(world, run) or plain(world, run))
+
+    case = shrunk([Corrupt(), Promote(PROMPT), Slow(), Complete()], fails)
+    assert case.operations == [Evict(tier=tier)]
+
+
+@pytest.mark.parametrize("broke_as_well", [True, False])
+def test_what_broke_at_the_same_operation_may_break_before(
+    monkeypatch: pytest.MonkeyPatch, broke_as_well: bool
+) -> None:
+    """In the smallest world, where one thing breaks before the other can."""
+
+    def first_violation(_factory: Any, world: Configuration, run: Any) -> Any:
+        wanted, other = Violation("WANTED", "…"), Violation("OTHER", "…")
+        for end, operation in enumerate(run, start=1):
+            if isinstance(operation, Admit) and world.blocks == world.block_size == 1:
+                return [*run[:end]], (other,)
+            if isinstance(operation, Preempt) and has(Admit)(world, run[:end]):
+                return [*run[:end]], (wanted, other) if broke_as_well else (wanted,)
+        return None
+
+    monkeypatch.setattr(shrinking, "first_violation", first_violation)
+    case = Case("engine", TIERED, [Launch(), Admit((Segment(1, 9),)), Preempt(0)])
+    result = shrink(replace(case, violates="WANTED"))
+    assert result is not None
+    assert result.violation.property == result.case.violates
+    assert (result.case.violates, result.case.operations) == (
+        ("OTHER", [Admit(PROMPT)]) if broke_as_well else ("WANTED", [Admit(PROMPT), Preempt(0)])
+    )

@@ -10,7 +10,7 @@ code is not.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -353,14 +353,14 @@ def head_released_first(
 
 @_fault(BlockPool, "take", property="ORDER", source="B62, vllm-project/vllm#48435", shortest=5)
 def evicts_while_empty_blocks_are_left(
-    original: Replacement, self: BlockPool, count: int
+    original: Replacement, self: BlockPool, count: int, protect: Collection[int] = ()
 ) -> list[int]:
     """An allocation takes cached content before it takes empty blocks."""
     empty, self._empty = self._empty, []
-    evictable = min(count, len(self._cached))
-    taken: list[int] = original(self, evictable)
+    evictable = min(count, len(self._cached) - self.count_unreferenced(protect))
+    taken: list[int] = original(self, evictable, protect)
     self._empty = empty + self._empty
-    return taken + list(original(self, count - evictable))
+    return taken + list(original(self, count - evictable, protect))
 
 
 # -- 7. Preemption and resumption ----------------------------------------------------------------
