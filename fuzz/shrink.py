@@ -82,13 +82,14 @@ def shrink(
 ) -> Shrunk | None:
     """Shrink a failing case; None if it does not fail when audited at each operation.
 
-    The best so far when the replays or the time are used up, or at Ctrl-C.  ``imports``: as for
-    ``subject_factory``.
+    The best so far when the replays or the time are used up, or at Ctrl-C.  What is wrong before
+    the first operation is all that is left then.  ``imports``: as for ``subject_factory``.
     """
     deadline = time.monotonic() + seconds_max
     factory = subject_factory(case.subject, imports=imports)
     with installed(case.fault):
-        found = first_violation(factory, case.configuration, case.operations)
+        fresh = first_violation(factory, case.configuration, ())
+        found = fresh or first_violation(factory, case.configuration, case.operations)
         if found is None:
             return None
         operations, violations = found

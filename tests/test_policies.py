@@ -23,7 +23,12 @@ from kvproof.engine.policy import (
     SchedulerState,
 )
 
-EXAMPLES = Path(str(stateful_tests.__file__)).parent / "examples" / "policies"
+_PLACES = (
+    Path(__file__).parent.parent / "stateful_tests",
+    Path(str(stateful_tests.__file__)).parent,
+)
+EXAMPLES = next(place for place in _PLACES if (place / "examples").is_dir()) / "examples/policies"
+"""Beside the tests, or in the package: mutants are tested in a copy of both."""
 BLOCK_SIZE = 4
 
 
