@@ -18,9 +18,11 @@ from kvproof.fuzz.search import abilities, found, run_once
 from kvproof.fuzz.shrink import shrink
 from kvproof.fuzz.swarm import Draw, draw_run
 from kvproof.invariants.case import Case
+from kvproof.invariants.errors import InputError
 from kvproof.invariants.operations import Abort, Arrive
 from kvproof.invariants.verdict import Violation
 from kvproof.stateful_tests.subjects import subject_factory
+from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
 from kvproof.stateful_tests.totals import Totals
 
 Original = Callable[..., Any]
@@ -36,6 +38,14 @@ class Mutant(NamedTuple):
     target: str
     """Where it stands, with dots."""
     properties: Collection[str]
+
+
+def needs(name: str) -> None:
+    """Skip the module where what that subject drives is not installed."""
+    try:
+        subject_factory(name)
+    except (InputError, SubjectUnavailable) as error:
+        pytest.skip(str(error), allow_module_level=True)
 
 
 def each_of(mutants: Sequence[Mutant]) -> pytest.MarkDecorator:

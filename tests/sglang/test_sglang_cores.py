@@ -9,18 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from foreign import needs
 
 from kvproof.fuzz.search import abilities
 from kvproof.fuzz.swarm import Draw, draw_run
 from kvproof.invariants.operations import Operation
-from kvproof.invariants.subject import Configuration
-from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
 from kvproof.stateful_tests.subjects.sglang_unified import SglangUnifiedSubject
 
-try:
-    SglangUnifiedSubject(Configuration())
-except SubjectUnavailable as error:
-    pytest.skip(str(error), allow_module_level=True)
+needs("sglang:unified")
 
 pytestmark = pytest.mark.sglang
 

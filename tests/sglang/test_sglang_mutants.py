@@ -11,16 +11,9 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-from foreign import Mutant, Original, assert_found_and_shrunk, each_of, first_failure
+from foreign import Mutant, Original, assert_found_and_shrunk, each_of, first_failure, needs
 
-from kvproof.invariants.subject import Configuration
-from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
-from kvproof.stateful_tests.subjects.sglang_radix import SglangRadixSubject
-
-try:
-    SglangRadixSubject(Configuration())
-except SubjectUnavailable as error:
-    pytest.skip(str(error), allow_module_level=True)
+needs("sglang:radix")
 
 pytestmark = pytest.mark.sglang
 

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
-from foreign import moved_functions
+from foreign import moved_functions, needs
 
 from kvproof.fuzz.search import abilities
 from kvproof.fuzz.swarm import draw_run
@@ -68,10 +68,7 @@ from kvproof.stateful_tests.subjects.sglang_told import SglangSubject
 from kvproof.stateful_tests.subjects.sglang_unified import SglangUnifiedSubject
 from kvproof.stateful_tests.subjects.sglang_view import SglangView
 
-try:
-    SglangRadixSubject(Configuration())
-except SubjectUnavailable as error:
-    pytest.skip(str(error), allow_module_level=True)
+needs("sglang:radix")
 
 pytestmark = pytest.mark.sglang
 

@@ -10,16 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from foreign import Mutant, Original, assert_found_and_shrunk, each_of, first_failure
+from foreign import Mutant, Original, assert_found_and_shrunk, each_of, first_failure, needs
 
-from kvproof.invariants.subject import Configuration
-from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
-from kvproof.stateful_tests.subjects.sglang_unified import SglangUnifiedSubject
-
-try:
-    SglangUnifiedSubject(Configuration())
-except SubjectUnavailable as error:
-    pytest.skip(str(error), allow_module_level=True)
+needs("sglang:unified")
 
 pytestmark = pytest.mark.sglang
 

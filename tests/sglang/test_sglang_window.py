@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from foreign import Mutant, Original, assert_found_and_shrunk, each_of, first_failure
+from foreign import Mutant, Original, assert_found_and_shrunk, each_of, first_failure, needs
 
 from kvproof.invariants.events import BlocksEvicted, BlocksOutlived, BlocksReused, Event
 from kvproof.invariants.operations import (
@@ -24,13 +24,9 @@ from kvproof.invariants.operations import (
 )
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.subjects import is_kvproofs_own, subject_factory
-from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
 from kvproof.stateful_tests.subjects.sglang_window import SglangWindowSubject
 
-try:
-    SglangWindowSubject(Configuration())
-except SubjectUnavailable as error:
-    pytest.skip(str(error), allow_module_level=True)
+needs("sglang:unified:window")
 
 pytestmark = pytest.mark.sglang
 

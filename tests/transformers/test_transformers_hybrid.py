@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
-from foreign import as_drawn, first_failure, found_and_shrunk, one_output_each
+from foreign import Original, as_drawn, first_failure, found_and_shrunk, needs, one_output_each
 
 from kvproof.fuzz.swarm import Draw
 from kvproof.invariants.events import BlockCopied, Event
@@ -20,15 +20,11 @@ from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.harnesses import harness_for
 from kvproof.stateful_tests.scheduling_harness import SchedulingHarness
 from kvproof.stateful_tests.subjects import is_kvproofs_own, subject_factory
-from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
 from kvproof.stateful_tests.subjects.transformers_loading import fitted
 from kvproof.stateful_tests.subjects.transformers_model import WINDOW
 from kvproof.stateful_tests.subjects.transformers_scheduler import TransformersSubject
 
-try:
-    TransformersSubject(Configuration())
-except SubjectUnavailable as error:
-    pytest.skip(str(error), allow_module_level=True)
+needs("transformers")
 
 pytestmark = pytest.mark.transformers
 
@@ -124,9 +120,6 @@ def test_without_samples_and_cancellations_the_release_has_no_findings() -> None
 
 def test_with_them_it_has_only_the_known_ones() -> None:
     assert first_failure(NAME, SEED, 24, known=KNOWN) is None
-
-
-Original = Callable[..., Any]
 
 
 def reads_what_has_left_the_window(original: Original) -> Original:

@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
-from foreign import as_drawn, failures, found_and_shrunk, is_known, one_output_each
+from foreign import Original, as_drawn, failures, found_and_shrunk, is_known, needs, one_output_each
 
 from kvproof.fuzz.replay import replay
 from kvproof.fuzz.swarm import Draw
@@ -25,15 +25,11 @@ from kvproof.invariants.verdict import Violation
 from kvproof.stateful_tests.harnesses import harness_for
 from kvproof.stateful_tests.scheduling_harness import SchedulingHarness
 from kvproof.stateful_tests.subjects import is_kvproofs_own, subject_factory
-from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
 from kvproof.stateful_tests.subjects.transformers_loading import fitted
 from kvproof.stateful_tests.subjects.transformers_scheduler import TransformersSubject
 from kvproof.stateful_tests.totals import Totals
 
-try:
-    TransformersSubject(Configuration())
-except SubjectUnavailable as error:
-    pytest.skip(str(error), allow_module_level=True)
+needs("transformers")
 
 pytestmark = pytest.mark.transformers
 
@@ -195,9 +191,6 @@ def test_mended_and_without_what_the_others_need_it_has_none(
     name = f"{MANAGER}._reserve_cpu_blocks"
     monkeypatch.setattr(name, recounts(resolve_name(name)))
     assert not seen(one_output_each)
-
-
-Original = Callable[..., Any]
 
 
 def copies_nothing(original: Original) -> Original:

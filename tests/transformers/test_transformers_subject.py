@@ -18,12 +18,14 @@ from typing import Any
 
 import pytest
 from foreign import (
+    Original,
     as_drawn,
     failures,
     first_failure,
     found_and_shrunk,
     is_known,
     moved_functions,
+    needs,
     one_output_each,
 )
 
@@ -61,10 +63,7 @@ from kvproof.stateful_tests.subjects.transformers_loading import fitted, load_tr
 from kvproof.stateful_tests.subjects.transformers_scheduler import TransformersSubject
 from kvproof.stateful_tests.totals import Totals
 
-try:
-    TransformersSubject(Configuration())
-except SubjectUnavailable as error:
-    pytest.skip(str(error), allow_module_level=True)
+needs("transformers")
 
 pytestmark = pytest.mark.transformers
 
@@ -379,9 +378,6 @@ def test_with_them_it_has_only_the_known_ones(name: str) -> None:
     seen = [violation for _, violation in failures(name, SEED, 40)]
     assert seen
     assert all(is_known(violation, (T1, T2)) for violation in seen)
-
-
-Original = Callable[..., Any]
 
 
 def loses_the_last_block(original: Original) -> Original:

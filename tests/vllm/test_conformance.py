@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from foreign import needs
 
 from kvproof.fuzz.conformance import assert_conforms, examine
 from kvproof.invariants.events import BlocksEvicted, Event
-from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.subjects import subject_factory
-from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
 from kvproof.stateful_tests.subjects.vllm_manager import VllmManagerSubject
 
-try:
-    VllmManagerSubject(Configuration())
-except SubjectUnavailable as error:
-    pytest.skip(str(error), allow_module_level=True)
+needs("vllm:manager")
 
 pytestmark = pytest.mark.vllm
 
@@ -27,7 +23,12 @@ pytestmark = pytest.mark.vllm
         "vllm:manager",
         "vllm:manager:groups",
         "vllm:manager:unequal",
+        "vllm:manager:states",
         "vllm:scheduler",
+        "vllm:scheduler:groups",
+        "vllm:async_scheduler:groups",
+        "vllm:scheduler:hybrid",
+        "vllm:async_scheduler:hybrid",
         "vllm:scheduler:offload",
         "vllm:scheduler:tiering",
     ],

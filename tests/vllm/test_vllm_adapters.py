@@ -9,30 +9,23 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from foreign import Mutant, assert_found_and_shrunk, each_of, failures
+from foreign import Mutant, Original, assert_found_and_shrunk, each_of, failures, needs
 
-from kvproof.invariants.errors import InputError
 from kvproof.invariants.operations import Arrive, Run, Schedule, Segment
 from kvproof.invariants.scheduling.vocabulary import Scheduled
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.harnesses import harness_for
 from kvproof.stateful_tests.scheduling_harness import SchedulingHarness
 from kvproof.stateful_tests.subjects import subject_factory
-from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
 from kvproof.stateful_tests.totals import Totals
 
 NAME = "vllm:scheduler"
 ASYNC = "vllm:async_scheduler"
 SEED = "vllm-adapters"
 
-try:
-    subject_factory(NAME)
-except (InputError, SubjectUnavailable) as error:
-    pytest.skip(str(error), allow_module_level=True)
+needs(NAME)
 
 pytestmark = pytest.mark.vllm
-
-Original = Callable[..., Any]
 
 
 def arrivals(*adapters: int) -> list[Arrive]:

@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
-from foreign import first_failure, found_and_shrunk
+from foreign import Original, first_failure, found_and_shrunk, needs
 
 from kvproof.fuzz.cli.check import _driven
 from kvproof.fuzz.search import search
@@ -33,13 +33,9 @@ from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.harnesses import harness_for
 from kvproof.stateful_tests.scheduling_harness import SchedulingHarness
 from kvproof.stateful_tests.subjects import is_kvproofs_own, subject_factory
-from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
 from kvproof.stateful_tests.totals import Totals
 
-try:
-    subject_factory("vllm:async_scheduler")
-except (InputError, SubjectUnavailable) as error:
-    pytest.skip(str(error), allow_module_level=True)
+needs("vllm:async_scheduler")
 
 pytestmark = pytest.mark.vllm
 
@@ -199,9 +195,6 @@ def test_a_search_finds_what_the_priority_policy_never_computed() -> None:
     assert shrunk is not None
     assert len(shrunk.case.operations) <= 12
     assert shrunk.violation.property == "VALID"
-
-
-Original = Callable[..., Any]
 
 
 def forgets_what_is_being_sampled(original: Original) -> Original:

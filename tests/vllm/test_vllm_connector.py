@@ -5,7 +5,7 @@ Needs vLLM 0.33 in an environment of its own: `bash .ci/vllm-env FOLDER`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 from foreign import (
     Mutant,
+    Original,
     each_of,
     failures,
     first_failure,
     found_and_shrunk,
     moved_functions,
+    needs,
 )
 from msgspec.structs import replace
 
@@ -32,24 +34,18 @@ from kvproof.invariants.subject import Configuration
 from kvproof.invariants.view import TieredView
 from kvproof.stateful_tests.scheduling_harness import SchedulingHarness
 from kvproof.stateful_tests.subjects import is_kvproofs_own, subject_factory
-from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
 from kvproof.stateful_tests.subjects.vllm_connector import VllmConnectorSubject
 from kvproof.stateful_tests.subjects.vllm_connector_worker import (
     NAME,
     TIERED_NAME,
-    load_connector,
 )
 
-try:
-    load_connector()
-except SubjectUnavailable as error:
-    pytest.skip(str(error), allow_module_level=True)
+needs("vllm:scheduler:offload")
 
 pytestmark = pytest.mark.vllm
 
 SEED = "vllm-connector"
 REPLAYS = 150
-Original = Callable[..., Any]
 
 OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
 CONNECTOR = f"{OFFLOADING}.scheduler.OffloadingConnectorScheduler"

@@ -11,9 +11,8 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
-from foreign import first_failure, found_and_shrunk
+from foreign import Original, first_failure, found_and_shrunk, needs
 
-from kvproof.invariants.errors import InputError
 from kvproof.invariants.events import BlocksAllocated, BlocksOutlived, BlocksPublished, BlocksReused
 from kvproof.invariants.operations import (
     Admit,
@@ -29,16 +28,12 @@ from kvproof.invariants.outcomes import LARGER_THAN_POOL, NO_FREE_BLOCKS
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.harness import Harness
 from kvproof.stateful_tests.subjects import subject_factory
-from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
 
 NAME = "vllm:manager:groups"
 HYBRID = "vllm:manager:hybrid"
 UNEQUAL = "vllm:manager:unequal"
 
-try:
-    subject_factory(NAME)
-except (InputError, SubjectUnavailable) as error:
-    pytest.skip(str(error), allow_module_level=True)
+needs(NAME)
 
 pytestmark = pytest.mark.vllm
 
@@ -159,9 +154,6 @@ def test_the_key_of_a_prompts_end_inside_a_block_is_left_out_of_the_view() -> No
 @pytest.mark.parametrize("name", [NAME, HYBRID, UNEQUAL])
 def test_the_unmodified_release_has_no_findings(name: str) -> None:
     assert first_failure(name, SEED, 120) is None
-
-
-Original = Callable[..., Any]
 
 
 def of_the_first_group_only(original: Original) -> Original:

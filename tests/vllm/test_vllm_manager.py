@@ -12,6 +12,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
+from foreign import Original, needs
 
 from kvproof.fuzz.swarm import draw_run
 from kvproof.invariants.events import (
@@ -65,10 +66,7 @@ from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
 from kvproof.stateful_tests.subjects.vllm_manager import VllmManagerSubject
 from kvproof.stateful_tests.subjects.vllm_manager_view import VllmManagerView
 
-try:
-    VllmManagerSubject(Configuration())
-except SubjectUnavailable as error:
-    pytest.skip(str(error), allow_module_level=True)
+needs("vllm:manager")
 
 pytestmark = pytest.mark.vllm
 
@@ -607,9 +605,6 @@ def first_finding(seeds: int, audit_interval: int | None = None) -> str | None:
 
 def test_the_unmodified_release_has_no_findings() -> None:
     assert first_finding(150) is None
-
-
-Original = Callable[..., Any]
 
 
 def frees_twice(original: Original) -> Original:

@@ -5,33 +5,25 @@ Needs vLLM 0.33 in an environment of its own: `bash .ci/vllm-env FOLDER`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from foreign import Mutant, assert_found_and_shrunk, each_of, first_failure
+from foreign import Mutant, Original, assert_found_and_shrunk, each_of, first_failure, needs
 
-from kvproof.invariants.errors import InputError
 from kvproof.invariants.operations import Arrive, Media, Run, Schedule, Segment
 from kvproof.invariants.scheduling.vocabulary import Scheduled
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.harnesses import harness_for
 from kvproof.stateful_tests.scheduling_harness import SchedulingHarness
 from kvproof.stateful_tests.subjects import is_kvproofs_own, subject_factory
-from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
 
 NAME = "vllm:scheduler:media"
 ASYNC = "vllm:async_scheduler:media"
 SEED = "vllm-media"
 
-try:
-    subject_factory(NAME)
-except (InputError, SubjectUnavailable) as error:
-    pytest.skip(str(error), allow_module_level=True)
+needs(NAME)
 
 pytestmark = pytest.mark.vllm
-
-Original = Callable[..., Any]
 
 
 def harness(name: str = NAME) -> SchedulingHarness:

@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
-from foreign import first_failure, found_and_shrunk
+from foreign import Original, first_failure, found_and_shrunk, needs
 
 from kvproof.fuzz.search import abilities
 from kvproof.fuzz.swarm import draw_run
@@ -53,10 +53,7 @@ from kvproof.stateful_tests.subjects.vllm_offload import (
 )
 from kvproof.stateful_tests.subjects.vllm_offload_host import load_offloading
 
-try:
-    VllmOffloadSubject(Configuration())
-except SubjectUnavailable as error:
-    pytest.skip(str(error), allow_module_level=True)
+needs("vllm:offload")
 
 pytestmark = pytest.mark.vllm
 
@@ -405,9 +402,6 @@ def assert_gauges(subject: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_unmodified_release_has_no_findings(name: str) -> None:
     assert first_failure(name, SEED, 150) is None
-
-
-Original = Callable[..., Any]
 
 
 def counts_a_failed_store(original: Original) -> Original:

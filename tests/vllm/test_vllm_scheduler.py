@@ -13,7 +13,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
-from foreign import first_failure, found_and_shrunk, moved_functions
+from foreign import Original, first_failure, found_and_shrunk, moved_functions, needs
 
 from kvproof.fuzz.cli.check import _driven, _with_fault
 from kvproof.fuzz.replay import replay
@@ -47,14 +47,10 @@ from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.harnesses import harness_for
 from kvproof.stateful_tests.scheduling_harness import SchedulingHarness
 from kvproof.stateful_tests.subjects import is_kvproofs_own, subject_factory
-from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
 from kvproof.stateful_tests.subjects.vllm_scheduler import VllmSchedulerSubject, fitted
 from kvproof.stateful_tests.totals import Totals
 
-try:
-    VllmSchedulerSubject(Configuration())
-except SubjectUnavailable as error:
-    pytest.skip(str(error), allow_module_level=True)
+needs("vllm:scheduler")
 
 pytestmark = pytest.mark.vllm
 
@@ -388,9 +384,6 @@ def test_the_unmodified_release_with_priorities_has_only_the_known_one() -> None
         failure = run_once(factory, draw_run(f"vllm-priority/{number}", able), Totals())
         messages += [failure[1].message] if failure else []
     assert all(V1 in message for message in messages)
-
-
-Original = Callable[..., Any]
 
 
 def keeps_the_blocks_of_the_preempted(original: Original) -> Original:

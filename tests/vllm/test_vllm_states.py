@@ -5,14 +5,19 @@ Needs vLLM 0.33 in an environment of its own: `bash .ci/vllm-env FOLDER`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from foreign import Mutant, assert_found_and_shrunk, each_of, first_failure, moved_functions
+from foreign import (
+    Mutant,
+    Original,
+    assert_found_and_shrunk,
+    each_of,
+    first_failure,
+    moved_functions,
+    needs,
+)
 
-from kvproof.fuzz.conformance import examine
-from kvproof.invariants.errors import InputError
 from kvproof.invariants.events import (
     BlockCopied,
     BlocksAllocated,
@@ -36,15 +41,11 @@ from kvproof.invariants.operations import (
 from kvproof.invariants.outcomes import HIT_PENDING, NO_FREE_BLOCKS, NOT_LAUNCHED
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.harness import Harness
-from kvproof.stateful_tests.subjects import is_kvproofs_own, subject_factory
-from kvproof.stateful_tests.subjects.errors import SubjectUnavailable
+from kvproof.stateful_tests.subjects import subject_factory
 
 NAME = "vllm:manager:states"
 
-try:
-    subject_factory(NAME)
-except (InputError, SubjectUnavailable) as error:
-    pytest.skip(str(error), allow_module_level=True)
+needs(NAME)
 
 pytestmark = pytest.mark.vllm
 
@@ -203,21 +204,11 @@ def test_room_for_later_steps_is_asked_for_at_the_first_one() -> None:
     assert not run.run([Launch(), *[Retire()] * 4])
 
 
-def test_its_name_is_kvproofs_own_and_it_tells_the_truth() -> None:
-    assert is_kvproofs_own(NAME)
-    examination = examine(subject_factory(NAME))
-    assert examination.told is None, examination.told
-    assert examination.violation is None
-
-
 # -- the unmodified release, and mutants of it ---------------------------------------------------
 
 
 def test_the_unmodified_release_has_no_findings() -> None:
     assert first_failure(NAME, SEED, 120) is None
-
-
-Original = Callable[..., Any]
 
 
 def gives_back_the_state_that_is_read(original: Original) -> Original:
