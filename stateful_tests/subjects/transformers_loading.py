@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Literal
@@ -143,11 +145,8 @@ class Transformers:
                 cpu_offload_space=blocks * size * _TOKEN_BYTES / _GIB,
             ),
         )
-        self._offloading.torch = _Unpinned(self.torch)
-        try:
+        with own_memory(self._offloading):
             processor: Any = manager._create_batch_processor()
-        finally:
-            self._offloading.torch = self.torch
         processor.__class__ = self._processor
         return processor
 
@@ -163,8 +162,12 @@ class Transformers:
         )
 
 
-class _Unpinned:
-    """torch, but for an argument that only works beside an accelerator: memory is not pinned."""
+class _Memory:
+    """torch, but for what it allocates: it is not pinned, and starts as bytes that are no number.
+
+    Pinning only works beside an accelerator.  And what an allocator gives back may be the right
+    bytes, from an earlier run of the same case, so that whoever forgets to write them is not seen.
+    """
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -172,8 +175,21 @@ class _Unpinned:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._torch, name)
 
-    def empty(self, *size: int, pin_memory: bool = False, **named: Any) -> Any:
-        return self._torch.empty(*size, **named)
+    def empty(self, *size: Any, pin_memory: bool = False, **named: Any) -> Any:
+        allocated = self._torch.empty(*size, **named)
+        allocated.view(self._torch.uint8).fill_(0xFF)
+        return allocated
+
+
+@contextmanager
+def own_memory(module: Any) -> Iterator[None]:
+    """Meanwhile a module of transformers allocates what is not pinned, and holds no number."""
+    torch = module.torch
+    module.torch = _Memory(torch)
+    try:
+        yield
+    finally:
+        module.torch = torch
 
 
 def blocks_per_sector(size: int) -> int:

@@ -47,7 +47,8 @@ class TinyModel:
         first = len(tokens) - len(kv)
         rows = self.torch.arange(first, len(tokens))
         expected = self._kv[rows, self.torch.tensor(tokens[first:]) % _VOCABULARY]
-        wrong = ((kv - expected).abs() > _TOLERANCE).flatten(1).any(1)
+        right = (kv - expected).abs() <= _TOLERANCE  # not so of what is not a number
+        wrong = ~right.flatten(1).all(1)
         return first + int(wrong.nonzero()[0]) if wrong.any() else None
 
     def misled(self, sequences: Sequence[Sequence[int]], logits: Any) -> int | None:
@@ -68,7 +69,7 @@ class TinyModel:
                 mask = self._mask(window, max(lengths))
                 hidden = layer(hidden, attention_mask=mask, position_embeddings=rotation)
             expected = self.model.lm_head(model.norm(hidden[torch.arange(len(lengths)), last]))
-        wrong = ((logits[: len(lengths)] - expected).abs() > _OF_LOGITS).any(1)
+        wrong = ~((logits[: len(lengths)] - expected).abs() <= _OF_LOGITS).all(1)
         return int(wrong.nonzero()[0]) if wrong.any() else None
 
     def _mask(self, window: int, tokens: int) -> Any:

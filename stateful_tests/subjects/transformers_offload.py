@@ -14,13 +14,14 @@ What ``OffloadingManager`` copies to its pool of host blocks is a swapped reques
   is gone from the queues; only then is it told.
 
 The host is the engine's own.  Its memory cannot be pinned where there is no accelerator, so that
-one argument of its allocation is left out (``Transformers.new_processor``).  Pinned memory lets
+one argument of its allocation is left out (``transformers_loading``).  Pinned memory lets
 copies run beside the host's own work, in the order of a stream; without it each copy has ended
 when the call returns.  What is copied where, and when it is asked for, is the manager's.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, count, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,6 +37,7 @@ from kvproof.invariants.events import (
 from kvproof.invariants.operations import Complete, Tier
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.view import Standing
+from kvproof.stateful_tests.subjects.transformers_loading import own_memory
 from kvproof.stateful_tests.subjects.transformers_overheard import Listener, OverheardCache
 from kvproof.stateful_tests.subjects.transformers_told import OverheardView, Told
 
@@ -174,6 +176,7 @@ class OffloadingCache(OverheardCache):
         listener: Listener,
     ) -> None:
         self.manager: Any = processor.offloading_manager
+        self._module = inspect.getmodule(type(self.manager))
         self.host: Any = self.manager._cpu_pool
         self.copies: dict[int, TransferStarted] = {}
         """Back to the device, in flight."""
@@ -296,7 +299,8 @@ class OffloadingCache(OverheardCache):
     ) -> None:
         offloaded = [future.state for future in batch if future.state.is_cpu_offloaded]
         self._free_on_host = []
-        original(batch)
+        with own_memory(self._module):
+            original(batch)
         restored = [state for state in offloaded if not state.is_cpu_offloaded]
         for state, free in zip(restored, self._frees(), strict=False):
             self._view.then_on_host = free

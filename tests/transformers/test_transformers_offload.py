@@ -115,6 +115,14 @@ def test_the_host_of_the_engine_is_pinned_memory_where_there_is_an_accelerator()
     assert manager._compute_stream is None
 
 
+def test_memory_that_nothing_wrote_is_no_number_and_is_seen_when_it_is_read() -> None:
+    run = harness()
+    assert (run.subject.cache.manager._cpu_tensor == 0xFF).all()
+    assert not run.run((*PRESSURE, Run(2)))
+    run.subject.cache.manager._cpu_tensor.fill_(0xFF)
+    assert {violation.property for violation in run.run([Run(9)])} == {"CRASH"}
+
+
 def test_there_is_always_a_host_and_it_has_whole_sectors() -> None:
     assert fitted(Configuration(), "offload").host_blocks == 8
     assert fitted(Configuration(block_size=5, host_blocks=3), "offload").host_blocks == 4
