@@ -52,7 +52,7 @@ from kvproof.stateful_tests.subjects.vllm_connector_worker import (
     Worker,
     load_connector,
 )
-from kvproof.stateful_tests.subjects.vllm_scheduler import VllmSchedulerSubject, _Job
+from kvproof.stateful_tests.subjects.vllm_scheduler import Job, VllmSchedulerSubject
 from kvproof.stateful_tests.subjects.vllm_scheduler_view import VllmSchedulerView
 from kvproof.stateful_tests.subjects.vllm_scheduling import PREFIX
 
@@ -164,7 +164,7 @@ class VllmConnectorSubject(VllmSchedulerSubject):
         self._held[number] = type(operation)
         self._emit(BlocksHeld(number, self.cache.by_id[request.request_id].number))
 
-    def _forget(self, job: _Job) -> None:
+    def _forget(self, job: Job) -> None:
         super()._forget(job)
         self._held.pop(job.number, None)
 

@@ -28,8 +28,8 @@ from kvproof.stateful_tests.subjects.vllm_offload_host import HostChunks
 from kvproof.stateful_tests.subjects.vllm_overheard import (
     Listener,
     OverheardCache,
-    _OverheardView,
-    _Told,
+    OverheardView,
+    Told,
 )
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Host(HostChunks):
         return {self.key_of(name): c.chunk_id for name, c in self.chunks() if c.is_ready}
 
 
-class ConnectorView(_OverheardView):
+class ConnectorView(OverheardView):
     """The cache and its host as they are; copies are the adapter's."""
 
     def __init__(self, cache: ConnectorCache) -> None:
@@ -163,7 +163,7 @@ class ConnectorCache(OverheardCache):
         finally:
             self.delayed = False
 
-    def _refused(self, live: _Told, end: int) -> None:
+    def _refused(self, live: Told, end: int) -> None:
         if live.request.status == self._vllm.status.RUNNING:  # otherwise it is still to be admitted
             super()._refused(live, end)
 

@@ -36,7 +36,7 @@ from kvproof.invariants.operations import Grow
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.subject import Configuration
 from kvproof.invariants.view import Standing
-from kvproof.stateful_tests.subjects.vllm_manager import VllmManagerSubject, _Live
+from kvproof.stateful_tests.subjects.vllm_manager import Live, VllmManagerSubject
 from kvproof.stateful_tests.subjects.vllm_manager_view import VllmManagerView
 from kvproof.stateful_tests.subjects.vllm_package import NAME
 
@@ -80,7 +80,7 @@ class VllmGroupsSubject(VllmManagerSubject):
 
     def __init__(self, configuration: Configuration) -> None:
         super().__init__(configuration)
-        self._told: dict[int, tuple[_Live, ...]] = {}
+        self._told: dict[int, tuple[Live, ...]] = {}
         """Per live request and group: how much of its table was told."""
         self.sizes = self.semantics.block_sizes or (configuration.block_size,) * (
             self.semantics.groups
@@ -90,7 +90,7 @@ class VllmGroupsSubject(VllmManagerSubject):
         """… and where what is findable ends."""
         self._view = VllmGroupsView(self)
 
-    def tables(self, live: _Live) -> Sequence[Sequence[KVCacheBlock]]:
+    def tables(self, live: Live) -> Sequence[Sequence[KVCacheBlock]]:
         """vLLM's own block tables of a request."""
         tables: tuple[list[KVCacheBlock], ...] = self.manager.coordinator.get_blocks(
             live.request.request_id
@@ -100,21 +100,21 @@ class VllmGroupsSubject(VllmManagerSubject):
     def _needs(self, tokens: int) -> int:
         return sum([-(-tokens // size) for size in self.sizes])
 
-    def _full_rows(self, live: _Live, group: int) -> int:
+    def _full_rows(self, live: Live, group: int) -> int:
         rows: int = live.request.num_tokens // self.unit * self.unit // self.sizes[group]
         return rows
 
-    def _tables(self, live: _Live) -> tuple[list[int], ...]:
+    def _tables(self, live: Live) -> tuple[list[int], ...]:
         return tuple([[block.block_id for block in table] for table in self.tables(live)])
 
-    def _tell_admitted(self, live: _Live, hits: Sequence[Sequence[KVCacheBlock]]) -> None:
-        others = [_Live(live.number, live.request) for _ in range(self.semantics.groups - 1)]
+    def _tell_admitted(self, live: Live, hits: Sequence[Sequence[KVCacheBlock]]) -> None:
+        others = [Live(live.number, live.request) for _ in range(self.semantics.groups - 1)]
         self._told[live.number] = (live, *others)
         for group, table in enumerate(self.tables(live)):
             self._tell_reused(self._told[live.number][group], group, table, hits[group])
         self._tell_blocks(live, ())
 
-    def _tell_blocks(self, live: _Live, hits: Sequence[KVCacheBlock]) -> None:
+    def _tell_blocks(self, live: Live, hits: Sequence[KVCacheBlock]) -> None:
         """As with one group; vLLM fills one table after another, and publishes at the end."""
         told, tables = self._told[live.number], self.tables(live)
         for group, table in enumerate(tables):
@@ -123,7 +123,7 @@ class VllmGroupsSubject(VllmManagerSubject):
             for group, table in enumerate(tables):
                 self._tell_published(told[group], table, group)
 
-    def _release(self, live: _Live) -> None:
+    def _release(self, live: Live) -> None:
         tables = [[block for block in table if not block.is_null] for table in self.tables(live)]
         self.manager.free(live.request)
         live.rows = live.rows_published = 0
@@ -147,7 +147,7 @@ class VllmUnequalSubject(VllmGroupsSubject):
         super().__init__(configuration)
 
 
-class _Windowed(_Live):
+class _Windowed(Live):
     """How much of a table with a window was told."""
 
     __slots__ = ("behind", "blocks")
@@ -175,7 +175,7 @@ class VllmHybridSubject(VllmGroupsSubject):
         )
         super().__init__(configuration)
 
-    def _tell_admitted(self, live: _Live, hits: Sequence[Sequence[KVCacheBlock]]) -> None:
+    def _tell_admitted(self, live: Live, hits: Sequence[Sequence[KVCacheBlock]]) -> None:
         windowed = _Windowed(live.number, live.request)
         self._told[live.number] = (live, windowed)
         full, table = self.tables(live)
@@ -194,14 +194,14 @@ class VllmHybridSubject(VllmGroupsSubject):
             self._events.append(BlocksReused(1, windowed.number, windowed.behind, blocks))
             self._not_free(blocks)
 
-    def _tell_blocks(self, live: _Live, hits: Sequence[KVCacheBlock]) -> None:
+    def _tell_blocks(self, live: Live, hits: Sequence[KVCacheBlock]) -> None:
         self._tell_outlived(live)
         super()._tell_blocks(live, hits)
         windowed, table = self._told[live.number][1], self.tables(live)[1]
         assert isinstance(windowed, _Windowed)
         windowed.blocks += table[len(windowed.blocks) :]
 
-    def _tell_outlived(self, live: _Live) -> None:
+    def _tell_outlived(self, live: Live) -> None:
         """Tell the rows of which vLLM took back the blocks."""
         windowed, table = self._told[live.number][1], self.tables(live)[1]
         assert isinstance(windowed, _Windowed)

@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class _Live(LiveRequest):
+class Live(LiveRequest):
     """A live request of vLLM's, and how much of it events have told so far."""
 
     __slots__ = ("rows", "rows_published")
@@ -107,7 +107,7 @@ class _Live(LiveRequest):
         return length
 
 
-class VllmManagerSubject(ToldCache[_Live]):
+class VllmManagerSubject(ToldCache[Live]):
     """Drives one KVCacheManager as vLLM's scheduler would, one operation at a time.
 
     Raises SubjectUnavailable where vLLM 0.33 is not installed.
@@ -159,7 +159,7 @@ class VllmManagerSubject(ToldCache[_Live]):
     def view(self) -> VllmManagerView:
         return self._view
 
-    def table(self, live: _Live) -> Sequence[KVCacheBlock]:
+    def table(self, live: Live) -> Sequence[KVCacheBlock]:
         """vLLM's own block table of a request."""
         tables: tuple[list[KVCacheBlock], ...] = self.manager.coordinator.get_blocks(
             live.request.request_id
@@ -168,11 +168,11 @@ class VllmManagerSubject(ToldCache[_Live]):
 
     # -- admission ---------------------------------------------------------------------------
 
-    def _new_live(self, number: int, operation: Admit) -> _Live:
+    def _new_live(self, number: int, operation: Admit) -> Live:
         media = clip_media(operation.media, prompt_length(operation.prompt))
-        return _Live(number, self._vllm.new_request(number, operation, media, self._block_hasher))
+        return Live(number, self._vllm.new_request(number, operation, media, self._block_hasher))
 
-    def _place(self, live: _Live) -> bool:
+    def _place(self, live: Live) -> bool:
         """Look up the prefix and allocate slots for the rest; False if vLLM has no blocks."""
         request = live.request
         hits, cached_tokens, boundary = self.manager.get_computed_blocks(request)
@@ -191,7 +191,7 @@ class VllmManagerSubject(ToldCache[_Live]):
         self._tell_admitted(live, hits.blocks)
         return True
 
-    def _tell_admitted(self, live: _Live, hits: Sequence[Sequence[KVCacheBlock]]) -> None:
+    def _tell_admitted(self, live: Live, hits: Sequence[Sequence[KVCacheBlock]]) -> None:
         self._tell_blocks(live, hits[0])
 
     def _grow(self, operation: Grow) -> Outcome:
@@ -220,7 +220,7 @@ class VllmManagerSubject(ToldCache[_Live]):
 
     # -- the ways out --------------------------------------------------------------------------
 
-    def _may_leave(self, live: _Live) -> bool:
+    def _may_leave(self, live: Live) -> bool:
         return live.all_computed
 
     def _preempt(self, operation: Preempt) -> Outcome:
@@ -240,7 +240,7 @@ class VllmManagerSubject(ToldCache[_Live]):
         self._events.append(RequestPreempted(live.number))
         return Outcome("done", None, live.number)
 
-    def _release(self, live: _Live) -> None:
+    def _release(self, live: Live) -> None:
         blocks = list(self.table(live))
         self.manager.free(live.request)
         live.rows = live.rows_published = 0
@@ -248,7 +248,7 @@ class VllmManagerSubject(ToldCache[_Live]):
 
     def _tell_released(
         self,
-        live: _Live,
+        live: Live,
         group: int,
         blocks: list[KVCacheBlock],
         event: type[BlocksReleased] = BlocksReleased,
@@ -303,7 +303,7 @@ class VllmManagerSubject(ToldCache[_Live]):
             if live.request.num_computed_tokens < live.request.num_tokens
         ]
 
-    def _schedule(self, live: _Live) -> StepItem:
+    def _schedule(self, live: Live) -> StepItem:
         """One request's part of a step; vLLM counts its tokens as computed from here on."""
         request = live.request
         start, end = request.num_computed_tokens, request.num_tokens
@@ -311,7 +311,7 @@ class VllmManagerSubject(ToldCache[_Live]):
         request.num_in_flight_tokens += end - start
         return StepItem(live.number, live.epoch, start, end, self._tables(live))
 
-    def _tables(self, live: _Live) -> tuple[list[int], ...]:
+    def _tables(self, live: Live) -> tuple[list[int], ...]:
         """A copy: vLLM does not promise that its lists stay as they are."""
         return ([block.block_id for block in self.table(live)],)
 
@@ -329,7 +329,7 @@ class VllmManagerSubject(ToldCache[_Live]):
 
     # -- events, derived from vLLM's state -------------------------------------------------------
 
-    def _tell_blocks(self, live: _Live, hits: Sequence[KVCacheBlock]) -> None:
+    def _tell_blocks(self, live: Live, hits: Sequence[KVCacheBlock]) -> None:
         """Tell the new rows of a request's table, in the order in which vLLM filled them:
         hits touched, old content of taken blocks evicted, blocks taken, keys published.
         """
@@ -341,7 +341,7 @@ class VllmManagerSubject(ToldCache[_Live]):
 
     def _tell_reused(
         self,
-        live: _Live,
+        live: Live,
         group: int,
         table: Sequence[KVCacheBlock],
         hits: Sequence[KVCacheBlock],
@@ -357,7 +357,7 @@ class VllmManagerSubject(ToldCache[_Live]):
             self._not_free(blocks)
             live.rows = live.rows_published = reused
 
-    def _tell_allocated(self, live: _Live, group: int, table: Sequence[KVCacheBlock]) -> None:
+    def _tell_allocated(self, live: Live, group: int, table: Sequence[KVCacheBlock]) -> None:
         first = live.rows
         taken = [block.block_id for block in table[first:]]
         if taken:
@@ -371,12 +371,12 @@ class VllmManagerSubject(ToldCache[_Live]):
             for block in blocks:
                 self._cached_free.pop(block, None)
 
-    def _full_rows(self, live: _Live, group: int) -> int:
+    def _full_rows(self, live: Live, group: int) -> int:
         """Rows that vLLM publishes, once they are given."""
         rows: int = live.request.num_tokens // self.configuration.block_size
         return rows
 
-    def _tell_taken(self, group: int, live: _Live, first: int, taken: list[int]) -> None:
+    def _tell_taken(self, group: int, live: Live, first: int, taken: list[int]) -> None:
         """Tell which of the blocks taken lost content that was findable."""
         self._not_free(taken)
         full = self._full_rows(live, group)
@@ -386,7 +386,7 @@ class VllmManagerSubject(ToldCache[_Live]):
             # it had: vLLM does so only if the old one is gone.
             if key is not None and (row < full or not self._is_findable(block, key)):
                 del self._keys[block]
-                self._events.append(BlocksEvicted(_group_of(key), [block], [key], "pressure"))
+                self._events.append(BlocksEvicted(group_of(key), [block], [key], "pressure"))
 
     def _tell_evicted(self, blocks: list[int], cause: Any) -> int:
         """Tell which of these blocks, none of them held, are not findable any more."""
@@ -394,10 +394,10 @@ class VllmManagerSubject(ToldCache[_Live]):
         for block in lost:
             del self._cached_free[block]
             key = self._keys.pop(block)
-            self._events.append(BlocksEvicted(_group_of(key), [block], [key], cause))
+            self._events.append(BlocksEvicted(group_of(key), [block], [key], cause))
         return len(lost)
 
-    def _tell_published(self, live: _Live, table: Sequence[KVCacheBlock], group: int = 0) -> None:
+    def _tell_published(self, live: Live, table: Sequence[KVCacheBlock], group: int = 0) -> None:
         """Tell which further rows of a table are findable now."""
         first = live.rows_published
         keys: list[bytes] = []
@@ -417,7 +417,7 @@ class VllmManagerSubject(ToldCache[_Live]):
         return found
 
 
-def _group_of(key: bytes) -> int:
+def group_of(key: bytes) -> int:
     """The group in which a block is findable: the end of its key."""
     return int.from_bytes(key[-4:], "big")
 

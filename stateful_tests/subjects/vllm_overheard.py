@@ -47,7 +47,7 @@ from kvproof.stateful_tests.subjects.vllm_groups import (
     VllmGroupsView,
     VllmHybridSubject,
 )
-from kvproof.stateful_tests.subjects.vllm_manager import VllmManagerSubject, _Live
+from kvproof.stateful_tests.subjects.vllm_manager import Live, VllmManagerSubject
 from kvproof.stateful_tests.subjects.vllm_scheduling import ADAPTERS
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Listener(Protocol):
         ...
 
 
-class _Told(_Live):
+class Told(Live):
     """A request as the cache's checks know it: of its tokens, those that were given slots."""
 
     __slots__ = ("held", "told")
@@ -106,7 +106,7 @@ class _Pool(Struct):
 class _Given(Struct):
     """What a request gave back."""
 
-    live: _Told
+    live: Told
     ended: bool
     """Or preempted."""
     released: list[list[int]]
@@ -115,7 +115,7 @@ class _Given(Struct):
     """The pool right before, if it is told later."""
 
 
-class _OverheardView(VllmGroupsView):
+class OverheardView(VllmGroupsView):
     """The manager's view, at the moment of which the latest operation tells."""
 
     def __init__(self, cache: OverheardCache) -> None:
@@ -188,7 +188,7 @@ class OverheardCache(VllmGroupsSubject):
         super().__init__(configuration)
         self.manager = manager
         self._pool = manager.block_pool
-        self._view: _OverheardView = _OverheardView(self)
+        self._view: OverheardView = OverheardView(self)
         self.past: _Pool | None = None
         """The pool as it was when that happened which is being told, if later things did, too."""
         self.early: frozenset[int] = frozenset()
@@ -198,7 +198,7 @@ class OverheardCache(VllmGroupsSubject):
         self._untold: list[_Given] | None = None
         """While samples are taken in: what has been given back since."""
         self.evictions = 0
-        self.by_id: dict[str, _Told] = {}
+        self.by_id: dict[str, Told] = {}
         """By vLLM's name: those that were admitted and are live."""
         self._allocate_slots, self._free = manager.allocate_slots, manager.free
         manager.allocate_slots = self.allocate_slots
@@ -209,7 +209,7 @@ class OverheardCache(VllmGroupsSubject):
     def apply(self, operation: Operation) -> Outcome:
         return self._outcome
 
-    def _done(self, operation: Operation, live: _Told | None = None, **fields: Any) -> None:
+    def _done(self, operation: Operation, live: Told | None = None, **fields: Any) -> None:
         self._outcome = Outcome("done", None, live.number if live else None, **fields)
         self._listener.overheard(operation, live.request if live else None)
 
@@ -245,7 +245,7 @@ class OverheardCache(VllmGroupsSubject):
 
     def _entered(
         self,
-        live: _Told | None,
+        live: Told | None,
         request: Request,
         end: int,
         cached: int,
@@ -253,7 +253,7 @@ class OverheardCache(VllmGroupsSubject):
     ) -> None:
         operation: Admit | Resume
         if live is None:
-            live = _Told(self._next_request, request)
+            live = Told(self._next_request, request)
             self._next_request += 1
             self.live[live.number] = self.by_id[request.request_id] = live
             operation = self._listener.admission(request, end)
@@ -273,7 +273,7 @@ class OverheardCache(VllmGroupsSubject):
         if end > live.told:
             self._grown(live, end)
 
-    def _completed(self, live: _Told, end: int) -> frozenset[int]:
+    def _completed(self, live: Told, end: int) -> frozenset[int]:
         """Blocks that are findable with ``end`` tokens, and are not with those that are told."""
         unit, told = self.unit, live.told
         return frozenset(
@@ -284,7 +284,7 @@ class OverheardCache(VllmGroupsSubject):
             ]
         )
 
-    def _grown(self, live: _Told, end: int) -> None:
+    def _grown(self, live: Told, end: int) -> None:
         """It has slots up to ``end``: for a chunk, or for its latest output token."""
         index = self.running.index(live)
         if end <= live.told:
@@ -297,7 +297,7 @@ class OverheardCache(VllmGroupsSubject):
         choice = self._listener.choice(live.request)
         self._done(Decode((index,), choice), children=(live.number,))
 
-    def _refused(self, live: _Told, end: int) -> None:
+    def _refused(self, live: Told, end: int) -> None:
         """A running request was not given slots up to ``end``; some other may be preempted now."""
         self._outcome = Outcome("refused", NO_FREE_BLOCKS, live.number)
         self._listener.overheard(Reserve(self.running.index(live), end), live.request)
@@ -323,8 +323,8 @@ class OverheardCache(VllmGroupsSubject):
         untold.append(given)
         live.held = live.held or tables
 
-    def tables(self, live: _Live) -> Sequence[Sequence[KVCacheBlock]]:
-        held = live.held if isinstance(live, _Told) else None
+    def tables(self, live: Live) -> Sequence[Sequence[KVCacheBlock]]:
+        held = live.held if isinstance(live, Told) else None
         return super().tables(live) if held is None else held
 
     def _tell_given(self, given: _Given) -> None:
@@ -354,7 +354,7 @@ class OverheardCache(VllmGroupsSubject):
             self._events.append(RequestFinished(live.number))
             self._done(Finish(index), live)
 
-    def _tell_released_in_order(self, live: _Told, released: list[list[int]]) -> None:
+    def _tell_released_in_order(self, live: Told, released: list[list[int]]) -> None:
         live.rows = live.rows_published = 0
         live.held = None
         self._told.pop(live.number, None)
@@ -378,7 +378,7 @@ class OverheardCache(VllmGroupsSubject):
         self._listener.overheard(Reset(), None)
         return done
 
-    def _tell_published(self, live: _Live, table: Sequence[KVCacheBlock], group: int = 0) -> None:
+    def _tell_published(self, live: Live, table: Sequence[KVCacheBlock], group: int = 0) -> None:
         """``live``: what was told of the group's table."""
         told = self.live[live.number].length // self.unit * self.unit
         super()._tell_published(live, table[: told // self.sizes[group]], group)
@@ -435,6 +435,6 @@ class OverheardCache(VllmGroupsSubject):
 class OverheardHybrid(OverheardCache, VllmHybridSubject):
     """The scheduler's cache where a group has a window, see ``VllmHybridSubject``."""
 
-    def _refused(self, live: _Told, end: int) -> None:
+    def _refused(self, live: Told, end: int) -> None:
         self._tell_outlived(live)
         super()._refused(live, end)

@@ -139,7 +139,7 @@ def vllm_scheduler_factory(
 # -- the scheduler ---------------------------------------------------------------------------------
 
 
-class _Job:
+class Job:
     """A live request: vLLM's, and what its client and its worker know of it."""
 
     __slots__ = ("choice", "number", "operation", "request", "tables", "tokens")
@@ -202,9 +202,9 @@ class VllmSchedulerSubject(OverheardScheduler):
             self.configuration, groups, policy, scheduler_class or self.vllm.schedulers[kind]
         )
         self._overhear(self._new_cache(groups))
-        self.jobs: dict[int, _Job] = {}
+        self.jobs: dict[int, Job] = {}
         """Live requests, by arrival."""
-        self.jobs_by_id: dict[str, _Job] = {}
+        self.jobs_by_id: dict[str, Job] = {}
         self.cached_tokens: dict[int, int] = {}
         """Of live requests that were admitted: what their first admission hit."""
         self.state_view = VllmSchedulerView(self)
@@ -266,7 +266,7 @@ class VllmSchedulerSubject(OverheardScheduler):
         number = self._arrivals
         self._arrivals += 1
         request = self.vllm.new_request(number, operation, self._block_hasher)
-        job = _Job(number, operation, request)
+        job = Job(number, operation, request)
         self.jobs[number] = self.jobs_by_id[request.request_id] = job
         self.scheduler.add_request(request)
         self._emit(
@@ -286,7 +286,7 @@ class VllmSchedulerSubject(OverheardScheduler):
         self._emit(RequestCancelled(job.number))
         return Outcome("done", None, job.number)
 
-    def _forget(self, job: _Job) -> None:
+    def _forget(self, job: Job) -> None:
         del self.jobs[job.number], self.jobs_by_id[job.request.request_id]
         self.cached_tokens.pop(job.number, None)
 

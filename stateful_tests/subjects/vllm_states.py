@@ -59,7 +59,7 @@ from kvproof.invariants.prompts import clip_media, prompt_length, sampled_tokens
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.subjects.told_cache import by_number, pick
 from kvproof.stateful_tests.subjects.vllm_groups import VllmGroupsSubject
-from kvproof.stateful_tests.subjects.vllm_manager import _group_of, _Live
+from kvproof.stateful_tests.subjects.vllm_manager import Live, group_of
 from kvproof.stateful_tests.subjects.vllm_package import NAME
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ _CHUNK = 2
 _LAUNCH, _RETIRE = Launch(), Retire()
 
 
-class _Stateful(_Live):
+class _Stateful(Live):
     """A live request, and how far its blocks go."""
 
     __slots__ = ("allocated", "blocks")
@@ -180,7 +180,7 @@ class VllmStatesSubject(VllmGroupsSubject):
             self._retire(_RETIRE)
         self._launch(_LAUNCH)
 
-    def _go_on(self, live: _Live) -> None:
+    def _go_on(self, live: Live) -> None:
         """The steps behind the first one."""
         assert isinstance(live, _Stateful)
         for end in self._ends(live.request, live.allocated):
@@ -210,7 +210,7 @@ class VllmStatesSubject(VllmGroupsSubject):
             return replace(outcome, reason=HIT_PENDING)
         return outcome
 
-    def _place(self, live: _Live) -> bool:
+    def _place(self, live: Live) -> bool:
         assert isinstance(live, _Stateful)
         request = live.request
         hits, cached, boundary = self.manager.get_computed_blocks(request)
@@ -272,7 +272,7 @@ class VllmStatesSubject(VllmGroupsSubject):
             self.manager.new_step_starts()
         return items
 
-    def _schedule(self, live: _Live) -> StepItem:
+    def _schedule(self, live: Live) -> StepItem:
         assert isinstance(live, _Stateful)
         request = live.request
         start, end = request.num_computed_tokens, live.allocated
@@ -293,7 +293,7 @@ class VllmStatesSubject(VllmGroupsSubject):
 
     # -- the ways out ----------------------------------------------------------------------------
 
-    def _may_leave(self, live: _Live) -> bool:
+    def _may_leave(self, live: Live) -> bool:
         return live not in self._pass
 
     def _preempt(self, operation: Preempt) -> Outcome:
@@ -316,11 +316,11 @@ class VllmStatesSubject(VllmGroupsSubject):
 
     # -- events, derived from vLLM's state -------------------------------------------------------
 
-    def _full_rows(self, live: _Live, group: int) -> int:
+    def _full_rows(self, live: Live, group: int) -> int:
         assert isinstance(live, _Stateful)
         return live.allocated // self.sizes[group]
 
-    def _tell_admitted(self, live: _Live, hits: Sequence[Sequence[KVCacheBlock]]) -> None:
+    def _tell_admitted(self, live: Live, hits: Sequence[Sequence[KVCacheBlock]]) -> None:
         states = _Stateful(live.number, live.request)
         self._told[live.number] = (live, states)
         self._tell_reused(live, 0, self.tables(live)[0], hits[0])
@@ -333,7 +333,7 @@ class VllmStatesSubject(VllmGroupsSubject):
             states.blocks = list(hits[STATES])
         self._tell_blocks(live, ())
 
-    def _tell_blocks(self, live: _Live, hits: Sequence[KVCacheBlock]) -> None:
+    def _tell_blocks(self, live: Live, hits: Sequence[KVCacheBlock]) -> None:
         """What vLLM did in the order in which it did it; then, if it is to copy, the step."""
         told, states = self._told[live.number]
         assert isinstance(states, _Stateful)
@@ -387,7 +387,7 @@ class VllmStatesSubject(VllmGroupsSubject):
         key = self._keys.pop(block.block_id, None)
         self._not_free([block.block_id])
         if key is not None:
-            evicted = BlocksEvicted(_group_of(key), [block.block_id], [key], "pressure")
+            evicted = BlocksEvicted(group_of(key), [block.block_id], [key], "pressure")
             self._events.append(evicted)
 
     def _tell_states(self, number: int, table: Sequence[KVCacheBlock]) -> None:
@@ -401,7 +401,7 @@ class VllmStatesSubject(VllmGroupsSubject):
             tokens = block.block_hash_num_tokens or 0
             self._events.append(BlocksPublished(STATES, number, row, [name], [key], tokens))
 
-    def _tell_outlived(self, live: _Live) -> None:
+    def _tell_outlived(self, live: Live) -> None:
         """Tell the rows of which vLLM took back the states."""
         states, table = self._told[live.number][STATES], self.tables(live)[STATES]
         assert isinstance(states, _Stateful)
