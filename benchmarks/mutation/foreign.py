@@ -47,7 +47,9 @@ MODULES = (
     "vllm.v1.core.single_type_kv_cache_manager",
 )
 DRIVEN = ("vllm:manager", "vllm:scheduler")
-"""Whose subjects search; not those of other policies, which have a known issue."""
+"""Whose subjects search."""
+FLAWED = ("priority", "tiering")
+"""But not these: a known issue of theirs would be taken for the mutant's."""
 SETTINGS = '[tool.mutmut]\nsource_paths = ["."]\n'
 SECONDS = 60.0
 GRACE = 10
@@ -149,7 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     (work / "pyproject.toml").write_text(SETTINGS, encoding="utf-8")
     os.chdir(work)  # where mutmut looks for its settings
     journal = work / "results.jsonl"
-    subjects = [name for name in SUBJECT_NAMES if name.startswith(DRIVEN) and "prio" not in name]
+    subjects = [name for name in SUBJECT_NAMES if name.startswith(DRIVEN)]
+    subjects = [name for name in subjects if not name.endswith(FLAWED)]
     mutants = [mutant for module in MODULES for mutant in mutants_of(module)]
     random.Random(0).shuffle(mutants)
     if not asked.only_page:
