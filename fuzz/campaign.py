@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
@@ -102,6 +103,8 @@ def check_subject(
             case = _drive_machine(factory, subject, left, examples, seed, machine, told)
         case, driver = case and replace(case, fault=fault), "Hypothesis machine"
     seen = found.violation if found else None
+    if case is not None:
+        progress(time.perf_counter() - started, f"{loop.ops + machine.ops:,} operations; shrinking")
     finding = _finding(case, driver, out, seen) if case is not None else None
     total = loop.merged(machine)
     judgement = judge(
@@ -158,7 +161,10 @@ def _finding(case: Case, driver: str, out: Path | None, seen: Violation | None) 
     A run whose violation is gone in a replay would be a false alarm or a subject that is not
     deterministic; it is told as it was found, by what was ``seen`` there.
     """
-    shrunk = shrink(case) if case.violates != DETERMINISM else None
+    shrunk = None
+    if case.violates != DETERMINISM:
+        with suppress(KeyboardInterrupt):  # it is told as it was found
+            shrunk = shrink(case)
     small = shrunk.case if shrunk else case
     result = replay(small, record=True)
     if not result.violations:

@@ -1,6 +1,6 @@
 """What is simpler than a case or an operation: without something, shorter, lower.
 
-Shrinking (:mod:`kvproof.fuzz.shrink`) tries these, and keeps what still fails.
+Passes of shrinking (:mod:`kvproof.fuzz.passes`) try these, and keep what still fails.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from kvproof.invariants.operations import (
     Grow,
     Launch,
     Offload,
-    Operation,
     Preempt,
     Promote,
     Reserve,
@@ -295,7 +294,7 @@ def _cut_length(length: int, rows: int, size: int, old_size: int) -> int:
     return max(1, min(full, rows) * size + min(rest, size - 1))
 
 
-def simplified(operation: Operation) -> Iterator[Operation]:
+def simplified(operation: AnyOperation) -> Iterator[AnyOperation]:
     """The operation with one argument lowered."""
     if isinstance(operation, Decode):
         yield Grow(operation.requests[0], choice=operation.choice)

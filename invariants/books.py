@@ -1,9 +1,10 @@
 """The checkers' own books: a double entry of what the subject's operations and events say.
 
-Request models follow operations and outcomes (the naive model: what a request is, by the meaning
-of the operations alone).  Group books follow block events (the ownership ledger: who holds which
-block, what is findable).  Checkers compare the two with each other and with the subject's view.
-Nothing here is imported from an engine, and nothing here judges.
+Request models follow operations and outcomes, here (the naive model: what a request is, by the
+meaning of the operations alone).  Group books follow block events (the ownership ledger: who holds
+which block, what is findable; see :mod:`kvproof.invariants.ledger`).  Checkers compare the two with
+each other and with the subject's view.  Nothing here is imported from an engine, and nothing here
+judges.
 """
 
 from __future__ import annotations
@@ -17,23 +18,9 @@ from math import lcm
 from operator import attrgetter
 
 from kvproof.invariants.errors import InputError
-from kvproof.invariants.events import (
-    BlockCopied,
-    BlockMerged,
-    BlocksAllocated,
-    BlocksEvicted,
-    BlocksOutlived,
-    BlocksPublished,
-    BlocksReleased,
-    BlocksReused,
-    BlocksShared,
-    Event,
-    KeyMoved,
-    ReleaseFenced,
-    StepLaunched,
-    StepRetired,
-)
+from kvproof.invariants.events import BlocksPublished, Event
 from kvproof.invariants.group_books import GroupBooks, Owed, PooledBooks
+from kvproof.invariants.ledger import Ledger
 from kvproof.invariants.operations import (
     Abort,
     Admit,
@@ -70,54 +57,53 @@ class Books:
         self.block_size = configuration.block_size
         self.block_sizes = semantics.block_sizes or (self.block_size,)
         """Of the groups, or of all of them."""
-        if any(size % self.block_size for size in self.block_sizes):
-            raise InputError(
-                f"block_sizes={self.block_sizes}: multiples of the configuration's block_size, "
-                f"{self.block_size}, are needed"
-            )
         self.hit_tokens = lcm(*self._sizes_at_hits())
         """A hit has a multiple of so many."""
-        ids = configuration.blocks + len(semantics.reserved)
-        ledger = PooledBooks if semantics.shared_pool else GroupBooks
-        sizes = semantics.block_sizes or (self.block_size,) * semantics.groups
-        self.groups = [
-            ledger(group, configuration.blocks, ids, size) for group, size in enumerate(sizes)
-        ]
-        for group in self.groups[1:]:
-            if isinstance(group, PooledBooks):
-                group.share(self.groups[0])
+        self.groups = _groups(configuration, semantics)
+
         self.requests: dict[int, RequestModel] = {}
         self.known: dict[int, RequestModel] = {}
         """Live requests, and those that the present operation ended."""
-        self.ended: list[RequestModel] = []
+        self.running: list[RequestModel] = []
+        self.preempted: list[RequestModel] = []
+        self.identities: set[int] = set()
+        """Of all requests that ever were."""
+        self.steps: deque[StepModel] = deque()
         self.touched_requests: dict[int, RequestModel] = {}
         """Requests that operations since the last settlement were about."""
         self.strays: list[Event] = []
         """Events about requests or steps that are not known, or at another row than the next."""
-        self.identities: set[int] = set()
-        """Of all requests that ever were."""
-        self.running: list[RequestModel] = []
-        self.preempted: list[RequestModel] = []
-        self.steps: deque[StepModel] = deque()
-        self.retired: StepModel | None = None
-        """The step that the present operation retired."""
-        self.released_fences: set[tuple[int, int, int]] = set()
-        """(step, request, group) of the fences that the present operation opened."""
-        self.predicted_hits: list[tuple[int, list[int]]] = []
-        """Per group, the blocks that the present admission would reuse."""
-        self.events: Sequence[Event] = ()
-        """Events of the present operation."""
-        self.passing = False
-        """Whether there is something that holds for the present operation only."""
         self.figures = Figures()
-        if semantics.eviction_order == "configured" and configuration.device_eviction == "arc":
-            for group in self.groups:
-                group.adaptive = Adaptive(configuration.blocks)
         self._entered = 0
         """Requests that were admitted or forked."""
+
+        self.passing = False
+        """Whether there is something that holds for the present operation only."""
+        self.events: Sequence[Event] = ()
+        """Events of the present operation."""
+        self.ended: list[RequestModel] = []
+        """Requests that it ended."""
+        self.retired: StepModel | None = None
+        """The step that it retired."""
+        self.released_fences: set[tuple[int, int, int]] = set()
+        """(step, request, group) of the fences that it opened."""
+        self.predicted_hits: list[tuple[int, list[int]]] = []
+        """Per group, the blocks that it would reuse, if it is an admission."""
         self._tags_of: tuple[Admit | Promote | None, Tags[int]] = (None, array("Q"))
-        self.operation_handlers: dict[type[Operation], Callable[..., None]] = {
-            # What a done operation means for its request.
+        """Of the operation that was asked about last."""
+
+        self.operation_handlers = self._operation_handlers()
+        self.event_handlers = Ledger(self).event_handlers
+        self.tiers: Tiers | None = None
+        """Those below the device, if there are any."""
+        if semantics.tiers and configuration.host_blocks:
+            self.tiers = Tiers(self)
+            self.operation_handlers |= self.tiers.operation_handlers
+            self.event_handlers |= self.tiers.event_handlers
+
+    def _operation_handlers(self) -> dict[type[Operation], Callable[..., None]]:
+        """What a done operation means for its request."""
+        return {
             Admit: self._admit,
             Grow: self._grow,
             Decode: self._decode,
@@ -130,35 +116,12 @@ class Books:
             Withhold: self._withhold,
             Reset: self._reset,
         }
-        self.event_handlers: dict[type[Event], Callable[..., None]] = {
-            BlocksAllocated: self._blocks_allocated,
-            BlocksReused: self._blocks_reused,
-            BlocksShared: self._blocks_shared,
-            BlockCopied: self._block_copied,
-            BlockMerged: self._block_merged,
-            KeyMoved: self._key_moved,
-            BlocksReleased: self._blocks_released,
-            BlocksOutlived: self._blocks_outlived,
-            ReleaseFenced: self._release_fenced,
-            BlocksPublished: self._blocks_published,
-            BlocksEvicted: self._blocks_evicted,
-            StepLaunched: self._step_launched,
-            StepRetired: self._step_retired,
-        }
-        self.tiers: Tiers | None = None
-        """Those below the device, if there are any."""
-        if semantics.tiers and configuration.host_blocks:
-            self.tiers = Tiers(self)
-            self.operation_handlers |= self.tiers.operation_handlers
-            self.event_handlers |= self.tiers.event_handlers
 
     def _sizes_at_hits(self) -> list[int]:
         """Block sizes of the groups, but for those whose states are findable inside a block."""
         states = self.semantics.states
         sizes = [size for group, size in enumerate(self.block_sizes) if group not in states]
         return sizes or [self.block_size]
-
-    # -- operations: the naive model ----------------------------------------------------------
 
     def begin(self) -> None:
         """A new operation: what held for the one before is over."""
@@ -179,6 +142,8 @@ class Books:
             group.touched_keys = []
         if self.tiers is not None:
             self.tiers.settled()
+
+    # -- what checks ask ------------------------------------------------------------------------
 
     def longest_hit(self, tags: Tags[int]) -> int:
         """Rows of the longest prefix that is findable in every group, below the last token.
@@ -217,6 +182,45 @@ class Books:
             tags = prompt_tags(operation.prompt, operation.salt, operation.adapter, operation.media)
             self._tags_of = (operation, tags)
         return tags
+
+    def awaits_load(self, request: RequestModel) -> bool:
+        """Whether a copy writes into blocks that the request alone holds, and so must keep."""
+        return bool(request.loading) and not self.semantics.copies_hold
+
+    def written(self, request: RequestModel) -> int:
+        """Tokens whose KV is there for any step that is launched now."""
+        return request.begins if self.semantics.stream_order else request.computed
+
+    def due(self, owed: Owed) -> bool:
+        """Whether it must be written by now: its request came so far, or is gone, or was preempted,
+        and no step in flight carries it as it was then."""
+        request = owed.request
+        if request.running and request.epoch == owed.epoch:
+            return self.written(request) >= owed.end
+        return not any(
+            carried is request and item.epoch == owed.epoch
+            for step in self.steps
+            for item, carried in step.items
+        )
+
+    def window(self, group: int) -> int:
+        """Tokens that attention of this group looks back on, itself included; 0 for all."""
+        windows = self.semantics.windows
+        return windows[group] if windows else 0
+
+    def first_row(self, group: int, tokens: int) -> int:
+        """The first row of a group that attention reads when so many tokens are computed."""
+        window = self.window(group)
+        return max(0, tokens + 1 - window) // self.groups[group].block_size if window else 0
+
+    def published_tags(self, event: BlocksPublished, request: RequestModel) -> Tags[int]:
+        """The last tags of what the event's blocks hold."""
+        size, row = self.groups[event.group].block_size, event.row
+        if event.tokens:
+            return request.tags[event.tokens - 1 : event.tokens]
+        return request.tags[(row + 1) * size - 1 : (row + len(event.blocks)) * size : size]
+
+    # -- operations: the naive model ----------------------------------------------------------
 
     def _admit(self, operation: Admit, outcome: Outcome) -> None:
         tags = self.tags_of(operation)[:]
@@ -284,6 +288,7 @@ class Books:
         self.running.remove(request)
         insort(self.preempted, request, key=_by_order)
         request.running = False
+        request.settle()
         request.swapped = operation.swap
         request.epoch += 1
         request.loading = _NONE
@@ -332,219 +337,22 @@ class Books:
         assert outcome.request is not None
         return self.requests[outcome.request]
 
-    def awaits_load(self, request: RequestModel) -> bool:
-        """Whether a copy writes into blocks that the request alone holds, and so must keep."""
-        return bool(request.loading) and not self.semantics.copies_hold
 
-    def written(self, request: RequestModel) -> int:
-        """Tokens whose KV is there for any step that is launched now."""
-        return request.begins if self.semantics.stream_order else request.computed
-
-    def due(self, owed: Owed) -> bool:
-        """Whether it must be written by now: its request came so far, or is gone, or was preempted,
-        and no step in flight carries it as it was then."""
-        request = owed.request
-        if request.running and request.epoch == owed.epoch:
-            return self.written(request) >= owed.end
-        return not any(
-            carried is request and item.epoch == owed.epoch
-            for step in self.steps
-            for item, carried in step.items
+def _groups(configuration: Configuration, semantics: Semantics) -> list[GroupBooks]:
+    """Books of the groups, which have one pool or a pool each."""
+    sizes = semantics.block_sizes or (configuration.block_size,) * semantics.groups
+    if any(size % configuration.block_size for size in sizes):
+        raise InputError(
+            f"block_sizes={sizes}: multiples of the configuration's block_size, "
+            f"{configuration.block_size}, are needed"
         )
-
-    # -- block events: the ownership ledger -----------------------------------------------------
-    #
-    # An event about an unknown request is noted for LIFE to report, and passed over.
-
-    def _known(self, event: Event, number: int) -> RequestModel | None:
-        request = self.known.get(number)
-        if request is None:
-            self.strays.append(event)
-        return request
-
-    def _blocks_allocated(self, event: BlocksAllocated) -> None:
-        group = self.groups[event.group]
-        group.hold(event.blocks)
-        request = self._known(event, event.request)
-        if request is not None:
-            table = request.tables[event.group]
-            if event.group in self.semantics.states:
-                table += self.semantics.reserved[:1] * (event.row - len(table))
-            if event.row != len(table):
-                self.strays.append(event)
-            table += event.blocks
-        if group.evicting:
-            group.evicting.clear()
-
-    def _blocks_reused(self, event: BlocksReused) -> None:
-        self.groups[event.group].hold(event.blocks)
-        request = self._known(event, event.request)
-        if request is not None:
-            table = request.tables[event.group]
-            if self.semantics.windows:
-                # What is behind the window need not be found.
-                table += self.semantics.reserved[:1] * (event.row - len(table))
-            if event.row != len(table):
-                self.strays.append(event)
-            table += event.blocks
-
-    def _blocks_shared(self, event: BlocksShared) -> None:
-        self.groups[event.group].hold(event.blocks)
-        request = self._known(event, event.request)
-        if request is not None:
-            request.tables[event.group] = list(event.blocks)
-
-    def _block_copied(self, event: BlockCopied) -> None:
-        group = self.groups[event.group]
-        group.hold((event.target,))
-        group.drop((event.source,))
-        if group.evicting:
-            group.evicting.clear()
-        self._replaced(event)
-
-    def _block_merged(self, event: BlockMerged) -> None:
-        group = self.groups[event.group]
-        group.hold((event.target,))
-        group.drop((event.source,))
-        self._replaced(event)
-
-    def _key_moved(self, event: KeyMoved) -> None:
-        group = self.groups[event.group]
-        key, tag = group.key_of.get(event.source), group.tag_of[event.source]
-        owed = group.owed.pop(event.source, None)
-        group.unpublish((event.source,))
-        if key is not None:
-            group.publish((event.target,), (key,), (tag,))
-            if owed is not None:
-                group.owed[event.target] = owed
-        if group.evicting:
-            group.evicting.clear()
-
-    def _replaced(self, event: BlockCopied | BlockMerged) -> None:
-        """Another block is named in the table."""
-        request = self._known(event, event.request)
-        if request is None:
-            return
-        # A new list: steps in flight may refer to the old one.
-        table = request.tables[event.group] = request.tables[event.group][:]
-        if event.row < len(table):  # EXCL
-            table[event.row] = event.target
-        self._doubted(request, event.group, event.row)
-
-    def _doubted(self, request: RequestModel, group: int, row: int) -> None:
-        """What was seen in that row, and behind it, has changed."""
-        position = row * self.groups[group].block_size
-        request.verified[group] = min(request.verified[group], position)
-        request.trusted_rows[group] = min(request.trusted_rows[group], row)
-
-    def _blocks_released(self, event: BlocksReleased) -> None:
-        self.groups[event.group].drop(event.blocks)
-        if event.step is not None:
-            self.released_fences.add((event.step, event.request, event.group))
-            self.passing = True
-        else:
-            request = self._known(event, event.request)
-            if request is not None:
-                request.tables[event.group] = []
-                request.launched = 0
-
-    def _blocks_outlived(self, event: BlocksOutlived) -> None:
-        self.groups[event.group].drop(event.blocks)
-        request = self._known(event, event.request)
-        if request is not None:
-            nobodys, gone = self.semantics.reserved[0], set(event.blocks)
-            table = request.tables[event.group]
-            first = self.first_row(event.group, self.written(request))
-            if not gone.isdisjoint(table[first:]):  # too early, if its next step is ever launched
-                self._doubted(request, event.group, first)
-            # A new list: steps in flight may refer to the old one.
-            request.tables[event.group] = [nobodys if block in gone else block for block in table]
-
-    def window(self, group: int) -> int:
-        """Tokens that attention of this group looks back on, itself included; 0 for all."""
-        windows = self.semantics.windows
-        return windows[group] if windows else 0
-
-    def first_row(self, group: int, tokens: int) -> int:
-        """The first row of a group that attention reads when so many tokens are computed."""
-        window = self.window(group)
-        return max(0, tokens + 1 - window) // self.groups[group].block_size if window else 0
-
-    def _release_fenced(self, event: ReleaseFenced) -> None:
-        """The tables move from the request to the step; references stay."""
-        request = self._known(event, event.request)
-        step = next((step for step in self.steps if step.number == event.step), None)
-        if request is not None and step is not None:
-            step.fenced.append((request.id, request.tables))
-            request.tables = [[] for _ in self.groups]
-            request.launched = 0
-
-    def _blocks_published(self, event: BlocksPublished) -> None:
-        group, row = self.groups[event.group], event.row
-        size = group.block_size
-        request = self._known(event, event.request)
-        if request is None:
-            return
-        # Tags end with the request's tokens: what is not a full block, VALID has reported.
-        tags = self.published_tags(event, request)
-        group.publish(event.blocks, event.keys, tags)
-        if self.tiers is not None:
-            self.tiers.published(group, event.blocks, tags)
-            if not self.semantics.copies_hold:
-                self.tiers.stands_for(event.keys, request.tags[row * size :])
-        if self.semantics.publishes == "at_allocation":
-            written = self.written(request)
-            for block, owed_row in zip(event.blocks, range(row, row + len(tags)), strict=False):
-                end = event.tokens or (owed_row + 1) * size
-                if end > written:
-                    group.owed[block] = Owed(request, owed_row, request.epoch, end)
-
-    def published_tags(self, event: BlocksPublished, request: RequestModel) -> Tags[int]:
-        """The last tags of what the event's blocks hold."""
-        size, row = self.groups[event.group].block_size, event.row
-        if event.tokens:
-            return request.tags[event.tokens - 1 : event.tokens]
-        return request.tags[(row + 1) * size - 1 : (row + len(event.blocks)) * size : size]
-
-    def _blocks_evicted(self, event: BlocksEvicted) -> None:
-        group = self.groups[event.group]
-        group.unpublish(event.blocks)
-        group.touched += event.blocks
-        group.touched_keys += event.keys
-        self.figures.evictions += len(event.blocks)
-        if event.cause == "pressure":
-            group.evicting += event.blocks
-
-    # -- steps -----------------------------------------------------------------------------------
-
-    def _step_launched(self, event: StepLaunched) -> None:
-        items, tables = [], []
-        for item in event.items:
-            request = self._known(event, item.request)
-            if request is None:
-                continue
-            items.append((item, request))
-            tables.append(tuple(request.tables))
-            if request.loaded:
-                request.computed, request.loaded = request.begins, False
-            request.scheduled = item.end
-            request.launched += 1
-            request.last_step = event.step
-        self.steps.append(StepModel(event.step, items, tables))
-        self.figures.iterations += 1
-        self.figures.batch_size = len(event.items)
-
-    def _step_retired(self, event: StepRetired) -> None:
-        if not self.steps:
-            return
-        if self.steps[0].number != event.step:
-            self.strays.append(event)
-            return
-        step = self.steps.popleft()
-        self.retired = step
-        self.passing = True
-        for item, request in step.items:
-            if request.epoch == item.epoch:
-                request.computed = item.end
-                request.launched -= 1
-            self.touched_requests[request.id] = request
+    ids = configuration.blocks + len(semantics.reserved)
+    ledger = PooledBooks if semantics.shared_pool else GroupBooks
+    groups = [ledger(group, configuration.blocks, ids, size) for group, size in enumerate(sizes)]
+    for group in groups[1:]:
+        if isinstance(group, PooledBooks):
+            group.share(groups[0])
+    if semantics.eviction_order == "configured" and configuration.device_eviction == "arc":
+        for group in groups:
+            group.adaptive = Adaptive(configuration.blocks)
+    return groups

@@ -29,6 +29,7 @@ class RequestModel:
         "outdated",
         "running",
         "scheduled",
+        "settled",
         "slots",
         "suspended",
         "swapped",
@@ -50,6 +51,8 @@ class RequestModel:
         self.computed = 0
         self.scheduled = 0
         """Tokens computed, or being computed by a step in flight."""
+        self.settled = self.input_tokens
+        """Leading tokens that it has whatever becomes of steps in flight, when it was preempted."""
         self.epoch = 0
         self.launched = 0
         """Steps in flight that carry it, of its present epoch."""
@@ -84,6 +87,13 @@ class RequestModel:
         anew, for what follows."""
         all_loaded = self.loaded and self.scheduled == len(self.tags)
         return self.scheduled - all_loaded
+
+    def settle(self) -> None:
+        """It is preempted: what steps in flight sample for it may be dropped, or come later."""
+        if self.scheduled == self.computed:
+            self.settled = self.length
+        else:
+            self.settled = max(self.settled, min(self.computed + 1, self.length))
 
     def lose(self) -> None:
         """Nothing of it is computed any more."""

@@ -23,6 +23,7 @@ from kvproof.invariants.events import (
 from kvproof.invariants.operations import Corrupt, Offload, Operation, Promote, Slow, Tier
 from kvproof.invariants.outcomes import Answer, Outcome
 from kvproof.invariants.slot_books import ENDS, TierBooks, TransferModel
+from kvproof.invariants.subject import EvictionOrder
 from kvproof.invariants.tags import Tags, tag_at_end
 from kvproof.invariants.tier_figures import TierFigures
 from kvproof.invariants.tier_plans import CopyPlan, offload_plan, promote_plan
@@ -44,37 +45,29 @@ class Tiers:
     def __init__(self, books: Books) -> None:
         self._books = books
         configuration = self.configuration = books.configuration
-        groups = self.groups = books.groups
-        size = configuration.block_size
-        self.host = [
-            TierBooks("host", g.group, configuration.host_blocks, configuration.host_eviction, size)
-            for g in groups
-        ]
-        self.disk: list[TierBooks] = []
-        if configuration.disk_blocks:
-            self.disk = [
-                TierBooks(
-                    "disk", g.group, configuration.disk_blocks, configuration.disk_eviction, size
-                )
-                for g in groups
-            ]
+        self.groups = books.groups
+        self.host = self._tier("host", configuration.host_blocks, configuration.host_eviction)
+        self.disk = self._tier("disk", configuration.disk_blocks, configuration.disk_eviction)
         self.all = [*self.host, *self.disk]
+
         self.in_flight: dict[int, TransferModel] = {}
         """By number, which rises with their start."""
         self.ended: deque[int] = deque(maxlen=REMEMBERED)
         """The latest that ended, the newest first."""
+        self.content: dict[bytes, bytes] = {}
+        """What each key stands for, as bytes of the shadow memory; where copies do not hold."""
         self.slow = False
+        self.figures = TierFigures(self.groups, self.host, self.disk)
+
         self.moved = False
         """Whether slots were taken or given back since they were last counted."""
+        self.promoted: list[tuple[int, int, bytes]] = []
+        """Group, block and key of what was promoted since the last settlement."""
         self.ending: list[TransferModel] = []
         """Transfers that the present operation ended."""
         self.planned: CopyPlan | None = None
         """What the present operation is to copy, if somebody has asked."""
-        self.promoted: list[tuple[int, int, bytes]] = []
-        """Group, block and key of what was promoted since the last settlement."""
-        self.content: dict[bytes, bytes] = {}
-        """What each key stands for, as bytes of the shadow memory; where copies do not hold."""
-        self.figures = TierFigures(groups, self.host, self.disk)
+
         self.operation_handlers: dict[type[Operation], Callable[..., None]] = {
             Corrupt: self._corrupt,
             Slow: self._slow,
@@ -88,6 +81,12 @@ class Tiers:
             SlotsReleased: self._released,
             TierReopened: self._reopened,
         }
+
+    def _tier(self, tier: Tier, blocks: int, eviction: EvictionOrder) -> list[TierBooks]:
+        """Its books, by group; none without blocks."""
+        size = self.configuration.block_size
+        groups = self.groups if blocks else ()
+        return [TierBooks(tier, group.group, blocks, eviction, size) for group in groups]
 
     def of(self, tier: Tier) -> list[TierBooks]:
         """The tier's books, by group; none if it is not there, or is the device."""

@@ -30,6 +30,12 @@ def run() -> ModuleType:
     return module
 
 
+@pytest.fixture(scope="module")
+def results(run: ModuleType) -> ModuleType:
+    """What ``run.py`` reads work folders with."""
+    return sys.modules["results"]
+
+
 @pytest.mark.parametrize(
     ("before", "after", "wording"),
     [
@@ -42,16 +48,17 @@ def run() -> ModuleType:
     ],
 )
 def test_wording_is_what_a_sentence_says(
-    run: ModuleType, before: str, after: str, wording: bool
+    results: ModuleType, before: str, after: str, wording: bool
 ) -> None:
     name = "kvproof.engine.pool.x_f__mutmut_1"
-    assert run.Survivor(name, before, after).is_wording is wording
+    assert results.Survivor(name, before, after).is_wording is wording
 
 
-def test_mutants_are_told_by_their_functions(run: ModuleType) -> None:
-    assert run.function_of("kvproof.engine.pool.xǁBlockPoolǁtake__mutmut_12") == "BlockPool.take"
-    assert run.function_of("kvproof.engine.keys.x_block_key__mutmut_1") == "block_key"
-    assert run.function_of("kvproof.engine.keys.x__own__mutmut_1") == "_own"
+def test_mutants_are_told_by_their_functions(results: ModuleType) -> None:
+    function_of = results.function_of
+    assert function_of("kvproof.engine.pool.xǁBlockPoolǁtake__mutmut_12") == "BlockPool.take"
+    assert function_of("kvproof.engine.keys.x_block_key__mutmut_1") == "block_key"
+    assert function_of("kvproof.engine.keys.x__own__mutmut_1") == "_own"
 
 
 CHANGES = {
@@ -62,7 +69,7 @@ CHANGES = {
 
 
 @pytest.fixture
-def work(run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work(results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What is left by a run: a killed mutant, one that ran for ever, one not run, and three that
     survived, of which one is explained and one is wording."""
     meta = tmp_path / "mutants" / "kvproof" / "engine" / "pool.py.meta"
@@ -76,20 +83,25 @@ def work(run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     }
     (tmp_path / "survivors.json").write_text(json.dumps(shown))
     (tmp_path / "commits").write_text("abc1234\ndef5678 with changes")
-    explained = {"function": "d", "after": ["(blocks + 2)"], "why": "equivalent: longer"}
-    monkeypatch.setattr(run, "explanations", lambda: {"engine/pool.py": [explained]})
+    explained = tmp_path / "explained.toml"
+    entry = {"function": "d", "after": ["(blocks + 2)"], "why": "equivalent: longer"}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in entry.items()]
+    explained.write_text("\n".join(['[["engine/pool.py"]]', *lines]))
+    monkeypatch.setattr(results, "EXPLAINED", explained)
     return tmp_path
 
 
-def test_what_survived_unexplained_is_run_again_if_asked(run: ModuleType, work: Path) -> None:
+def test_what_survived_unexplained_is_run_again_if_asked(
+    run: ModuleType, results: ModuleType, work: Path
+) -> None:
     run.mark_survivors(work, ["engine/pool.py", "engine/keys.py"])
-    codes = run._results(work, "engine/pool.py")["exit_code_by_key"].values()
-    assert list(codes) == [1, -24, None, 0, 0, run.AGAIN]
+    codes = results.results_of(work, "engine/pool.py")["exit_code_by_key"].values()
+    assert list(codes) == [1, -24, None, 0, 0, results.AGAIN]
     # Until then it is one that survived.
-    now = list(run.statuses(work, "engine/pool.py").values())
+    now = list(results.statuses(work, "engine/pool.py").values())
     expected = ["killed", "ended by force", "not run", "survived", "survived", "survived"]
     assert now == expected
-    assert run.statuses(work, "engine/keys.py") == {}
+    assert results.statuses(work, "engine/keys.py") == {}
 
 
 def test_the_page_counts_and_explains(run: ModuleType, work: Path) -> None:
@@ -125,8 +137,8 @@ def put_codes(work: Path, codes: dict[str, int | None]) -> None:
     meta.write_text(json.dumps({"exit_code_by_key": codes}))
 
 
-def codes_of(run: ModuleType, work: Path) -> dict[str, int | None]:
-    return dict(run._results(work, "invariants/checks/life.py")["exit_code_by_key"])
+def codes_of(results: ModuleType, work: Path) -> dict[str, int | None]:
+    return dict(results.results_of(work, "invariants/checks/life.py")["exit_code_by_key"])
 
 
 def test_a_sample_stands_for_what_was_not_drawn(
@@ -181,11 +193,13 @@ def test_what_is_not_known_of_the_first_run_is_no_part_of_the_estimate(
     assert "| invariants/ | 1 | 200 | 20 | 5 | 0 | 75 % | – | 75 % |" in text
 
 
-def test_what_was_drawn_and_not_run_may_survive_or_not(run: ModuleType, tmp_path: Path) -> None:
+def test_what_was_drawn_and_not_run_may_survive_or_not(
+    run: ModuleType, results: ModuleType, tmp_path: Path
+) -> None:
     """Of 20 drawn, 15 were killed; so 15 to 20, and Wilson's interval beyond.  Half of them are
     taken to be killed."""
     put_sample(tmp_path, killed=15, mutants=200, survivors=5)
-    put_codes(tmp_path, {name: code or None for name, code in codes_of(run, tmp_path).items()})
+    put_codes(tmp_path, {name: code or None for name, code in codes_of(results, tmp_path).items()})
     first = {LIFE(number): 1 for number in range(15)}
     (tmp_path / "first.json").write_text(json.dumps(first))
     text = "\n".join(run.page([tmp_path]))
@@ -206,9 +220,9 @@ def test_the_page_needs_no_run(run: ModuleType, work: Path, tmp_path: Path) -> N
     assert page.read_text().startswith("# Mutation score\n")
 
 
-def test_all_files_are_run_whole_or_may_be_sampled(run: ModuleType) -> None:
-    assert "engine/clock.py" in {*run.PATHS, *run.others()}
-    assert not {*run.PATHS} & {*run.others()}
+def test_all_files_are_run_whole_or_may_be_sampled(results: ModuleType) -> None:
+    assert "engine/clock.py" in {*results.PATHS, *results.others()}
+    assert not {*results.PATHS} & {*results.others()}
 
 
 def test_a_plain_copy_of_a_file_gives_way_to_a_mutated_one(
@@ -223,12 +237,12 @@ def test_a_plain_copy_of_a_file_gives_way_to_a_mutated_one(
     assert {path.name for path in copies.iterdir()} == {"job.py", "keys.py", "keys.py.meta"}
 
 
-def test_mutants_are_run_in_forks(run: ModuleType, tmp_path: Path) -> None:
+def test_mutants_are_run_in_forks(run: ModuleType, results: ModuleType, tmp_path: Path) -> None:
     """One that the tests tell apart is killed, one that they do not survives and is shown."""
     put_code(run, tmp_path)
     run_forks(run, tmp_path)
-    assert sorted(run.statuses(tmp_path, "engine/one.py").values()) == ["killed", "survived"]
-    (survivor,) = run.survivors(tmp_path, "engine/one.py")
+    assert sorted(results.statuses(tmp_path, "engine/one.py").values()) == ["killed", "survived"]
+    (survivor,) = results.survivors(tmp_path, "engine/one.py")
     assert (survivor.function, survivor.after) == ("after", "return number + 2")
 
 
@@ -265,17 +279,19 @@ def run_forks(run: ModuleType, work: Path, *options: str) -> None:
     )
 
 
-def test_a_larger_sample_contains_a_smaller_one(run: ModuleType, tmp_path: Path) -> None:
+def test_a_larger_sample_contains_a_smaller_one(
+    run: ModuleType, results: ModuleType, tmp_path: Path
+) -> None:
     put_code(run, tmp_path)
     run_forks(run, tmp_path, "--sample", "1")
-    (first,) = run.drawn(tmp_path, "engine/one.py")
-    assert list(run.statuses(tmp_path, "engine/one.py")) == [first]
+    (first,) = results.drawn(tmp_path, "engine/one.py")
+    assert list(results.statuses(tmp_path, "engine/one.py")) == [first]
     run_forks(run, tmp_path, "--sample", "2")
-    assert run.drawn(tmp_path, "engine/one.py") is None, "that is all of them"
-    assert sorted(run.statuses(tmp_path, "engine/one.py").values()) == ["killed", "survived"]
+    assert results.drawn(tmp_path, "engine/one.py") is None, "that is all of them"
+    assert sorted(results.statuses(tmp_path, "engine/one.py").values()) == ["killed", "survived"]
 
 
-def test_the_first_result_is_kept(run: ModuleType, tmp_path: Path) -> None:
+def test_the_first_result_is_kept(run: ModuleType, results: ModuleType, tmp_path: Path) -> None:
     """A better test kills what has survived, and at first it had survived."""
     put_code(run, tmp_path)
     run_forks(run, tmp_path)
@@ -286,7 +302,7 @@ def test_the_first_result_is_kept(run: ModuleType, tmp_path: Path) -> None:
     test.write_text(test.read_text().replace("> 5", "== 6"))
     (tmp_path / "mutants" / "kill" / "test_one.py").write_text(test.read_text())
     run_forks(run, tmp_path)
-    assert [*run.statuses(tmp_path, "engine/one.py").values()] == ["killed", "killed"]
+    assert [*results.statuses(tmp_path, "engine/one.py").values()] == ["killed", "killed"]
     assert json.loads((tmp_path / "first.json").read_text()) == first
 
 
@@ -302,16 +318,16 @@ def code_of(path: str) -> dict[str, str]:
     return {name: " ".join(map(str.strip, code.splitlines())) for name, code in found.items()}
 
 
-def test_what_is_explained_is_of_files_that_are_mutated(run: ModuleType) -> None:
-    for path, entries in run.explanations().items():
-        assert path in {*run.PATHS, *run.others()}
+def test_what_is_explained_is_of_files_that_are_mutated(results: ModuleType) -> None:
+    for path, entries in results.explanations().items():
+        assert path in {*results.PATHS, *results.others()}
         for entry in entries:
             assert entry["why"]
             assert {*entry} <= {"function", "before", "after", "why"}
 
 
-def test_what_is_explained_is_told_from_what_is_not_mutated(run: ModuleType) -> None:
-    for path, entries in run.explanations().items():
+def test_what_is_explained_is_told_from_what_is_not_mutated(results: ModuleType) -> None:
+    for path, entries in results.explanations().items():
         functions = code_of(path)
         for entry in entries:
             code = functions[entry.get("function", "")]
@@ -351,12 +367,13 @@ WRONG = [
 
 @pytest.mark.parametrize(("path", "function", "before", "after"), WRONG)
 def test_another_change_of_an_explained_line_is_not_explained(
-    run: ModuleType, path: str, function: str, before: str, after: str
+    results: ModuleType, path: str, function: str, before: str, after: str
 ) -> None:
     assert before in code_of(path)[function]
     name = f"kvproof.xǁ{function.replace('.', 'ǁ')}__mutmut_1"
-    assert run._why(run.Survivor(name, before, after), run.explanations()[path]) is None
+    survivor = results.Survivor(name, before, after)
+    assert results.reason(survivor, results.explanations()[path]) is None
 
 
-def test_all_that_is_mutated_is_there(run: ModuleType) -> None:
-    assert all((ROOT / path).is_file() for path in run.PATHS)
+def test_all_that_is_mutated_is_there(results: ModuleType) -> None:
+    assert all((ROOT / path).is_file() for path in results.PATHS)

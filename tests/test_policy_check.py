@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +21,7 @@ from kvproof.engine.eviction import LeastRecentlyUsed
 from kvproof.engine.policies import POLICY_NAMES
 from kvproof.engine.policies.fcfs import FirstComeFirstServed
 from kvproof.engine.policy import Plan
+from kvproof.fuzz import campaign as campaign_module
 from kvproof.fuzz import shrink as shrink_module
 from kvproof.fuzz.campaign import check_subject
 from kvproof.fuzz.cli.check import _hint
@@ -305,6 +307,30 @@ def test_shrinking_keeps_the_best_when_it_is_interrupted(monkeypatch: pytest.Mon
     assert len(shrunk.case.operations) < len(whole.case.operations)
     monkeypatch.undo()
     assert replay(shrunk.case).verdict == "fail"
+
+
+def test_shrinking_what_waits_is_limited_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.3)
+        return first_violation(*arguments)
+
+    monkeypatch.setattr(shrink_module, "first_violation", slow)
+    shrunk = shrink(_unshrunk(), seconds_max=1)
+    assert shrunk is not None
+    assert 0 < shrunk.replays <= 4
+
+
+def test_what_is_interrupted_before_it_is_shrunk_is_told_as_it_was_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(case: Case) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(campaign_module, "shrink", interrupted)
+    report = check_subject(f"scheduler:{EXAMPLES / EDGE}", seconds=60, seed="a", out=None)
+    assert report.finding is not None
+    assert report.finding.violation.property == "PLAN"
+    assert len(report.finding.case.operations) == report.finding.found_ops
 
 
 def test_a_planted_fault_that_is_never_reached_tells_nothing(tmp_path: Path) -> None:

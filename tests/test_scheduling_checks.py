@@ -1008,6 +1008,21 @@ def test_fcfs() -> None:
     assert "request 0 is preempted, beside request 1" in world.only().message
 
 
+@pytest.mark.parametrize(("retired", "seen"), [(False, []), (True, ["FCFS"])])
+def test_fcfs_may_wait_for_what_was_launched_before_a_preemption(
+    retired: bool, seen: list[str]
+) -> None:
+    world = World(promises=Promises(fcfs=True), run_ahead=2)
+    world.arrive(8)
+    world.arrive(4)
+    world.schedule({0: 4})
+    world.schedule(preempt=[0])
+    if retired:
+        world.complete()
+    world.schedule({1: 4})
+    assert world.seen == seen
+
+
 def test_priority() -> None:
     world = World(promises=Promises(strict_priority=True))
     world.arrive(4, 9, priority=2)

@@ -47,6 +47,7 @@ from kvproof.stateful_tests.subjects.policies import (
 )
 
 _SHOWN_CASE_LINES = 40
+_SHOWN_REASONS = 8
 
 _VLLM = " or ".join(VLLM_ONE_GROUP)
 
@@ -252,8 +253,10 @@ def _show_summary(report: Report) -> None:
         f"{total.seconds:.1f} s ({', '.join(speeds)}), seed {report.seed}",
     )
     if report.verdict == "unknown":
-        for reason in report.reasons:
+        for reason in report.reasons[:_SHOWN_REASONS]:
             console.print(f"  because {reason}", markup=False)
+        if len(report.reasons) > _SHOWN_REASONS:
+            console.print(f"  … and {len(report.reasons) - _SHOWN_REASONS} more, see --json")
     if report.verdict == "pass":
         _show_promises(report.subject)
         console.print(

@@ -13,7 +13,8 @@ from kvproof.invariants.goals import Goal
 from kvproof.invariants.operations import Arrive, Operation
 from kvproof.invariants.outcomes import LARGER_THAN_MODEL, LARGER_THAN_POOL, Outcome
 from kvproof.invariants.property import EventHandler
-from kvproof.invariants.scheduling.books import Item, SchedulingBooks
+from kvproof.invariants.scheduling.books import SchedulingBooks
+from kvproof.invariants.scheduling.request_books import Item
 from kvproof.invariants.scheduling.vocabulary import (
     Completed,
     Deferred,

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 
 from kvproof.invariants.events import Event
 from kvproof.invariants.property import Claim, EventHandler
-from kvproof.invariants.scheduling.books import LiveRequest
 from kvproof.invariants.scheduling.property import SchedulingCheck
+from kvproof.invariants.scheduling.request_books import LiveRequest
 from kvproof.invariants.scheduling.vocabulary import Promises, Scheduled
 
 WAITING_AT_MOST = 8

@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 
 from kvproof.invariants.events import Event
 from kvproof.invariants.property import Claim, EventHandler
-from kvproof.invariants.scheduling.books import LiveRequest, SchedulingBooks
+from kvproof.invariants.scheduling.books import SchedulingBooks
 from kvproof.invariants.scheduling.hits import Hits
 from kvproof.invariants.scheduling.property import SchedulingCheck
+from kvproof.invariants.scheduling.request_books import LiveRequest
 from kvproof.invariants.scheduling.view import SchedulerView
 from kvproof.invariants.scheduling.vocabulary import BlocksCounted
 from kvproof.invariants.tags import Tags

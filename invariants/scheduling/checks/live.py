@@ -22,8 +22,9 @@ from kvproof.invariants.operations import Arrive, Operation
 from kvproof.invariants.outcomes import LARGER_THAN_MODEL, LARGER_THAN_POOL, Outcome
 from kvproof.invariants.prompts import prompt_length
 from kvproof.invariants.property import Claim, EventHandler
-from kvproof.invariants.scheduling.books import LiveRequest, SchedulingBooks
+from kvproof.invariants.scheduling.books import SchedulingBooks
 from kvproof.invariants.scheduling.property import SchedulingCheck
+from kvproof.invariants.scheduling.request_books import LiveRequest
 from kvproof.invariants.scheduling.view import SchedulerView
 from kvproof.invariants.scheduling.vocabulary import (
     Completed,

@@ -15,8 +15,9 @@ from collections.abc import Mapping
 
 from kvproof.invariants.events import Event
 from kvproof.invariants.property import Claim, EventHandler
-from kvproof.invariants.scheduling.books import LiveRequest, service_ns
+from kvproof.invariants.scheduling.books import service_ns
 from kvproof.invariants.scheduling.property import SchedulingCheck
+from kvproof.invariants.scheduling.request_books import LiveRequest
 from kvproof.invariants.scheduling.vocabulary import (
     Completed,
     Deferred,

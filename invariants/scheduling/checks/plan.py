@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvproof.invariants.events import Event
 from kvproof.invariants.property import Claim, EventHandler
-from kvproof.invariants.scheduling.books import Item, SchedulingBooks
+from kvproof.invariants.scheduling.books import SchedulingBooks
 from kvproof.invariants.scheduling.property import SchedulingCheck
+from kvproof.invariants.scheduling.request_books import Item
 from kvproof.invariants.scheduling.view import SchedulerView
 from kvproof.invariants.scheduling.vocabulary import (
     BlocksCounted,

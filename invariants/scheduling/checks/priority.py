@@ -17,8 +17,9 @@ from heapq import heappop, heappush
 
 from kvproof.invariants.events import Event
 from kvproof.invariants.property import Claim, EventHandler
-from kvproof.invariants.scheduling.books import LiveRequest, SchedulingBooks
+from kvproof.invariants.scheduling.books import SchedulingBooks
 from kvproof.invariants.scheduling.property import SchedulingCheck
+from kvproof.invariants.scheduling.request_books import LiveRequest
 from kvproof.invariants.scheduling.view import SchedulerView
 from kvproof.invariants.scheduling.vocabulary import (
     Completed,

@@ -18,8 +18,8 @@ from kvproof.invariants.events import Event
 from kvproof.invariants.operations import Arrive
 from kvproof.invariants.prompts import prompt_length
 from kvproof.invariants.property import Claim, EventHandler
-from kvproof.invariants.scheduling.books import Flight, LiveRequest
 from kvproof.invariants.scheduling.property import SchedulingCheck
+from kvproof.invariants.scheduling.request_books import Flight, LiveRequest
 from kvproof.invariants.scheduling.vocabulary import (
     Completed,
     RequestArrived,

@@ -16,8 +16,9 @@ from itertools import islice
 
 from kvproof.invariants.events import Event
 from kvproof.invariants.property import Claim, EventHandler
-from kvproof.invariants.scheduling.books import LiveRequest, SchedulingBooks
+from kvproof.invariants.scheduling.books import SchedulingBooks
 from kvproof.invariants.scheduling.property import SchedulingCheck
+from kvproof.invariants.scheduling.request_books import LiveRequest
 from kvproof.invariants.scheduling.view import SchedulerView
 from kvproof.invariants.scheduling.vocabulary import Promises, Scheduled
 from kvproof.invariants.verdict import Violation
