@@ -137,6 +137,9 @@ LONGEST = [
 ]
 
 
+LONGER = "resume: a hit of 8 tokens is claimed, but 12 are findable"
+
+
 @pytest.mark.parametrize(("operation", "cached", "longest"), LONGEST)
 def test_a_hit_is_the_longest_unless_it_may_be_shorter(
     operation: Admit, cached: int, longest: int
@@ -145,6 +148,21 @@ def test_a_hit_is_the_longest_unless_it_may_be_shorter(
     says = f"admit: a hit of {cached} tokens is claimed, but {longest} are findable"
     assert messages == [says] * (cached < longest)
     assert World().do(operation, done(1, cached)) == []
+
+
+@pytest.mark.parametrize(("retired", "says"), [(False, []), (True, [LONGER])])
+def test_samples_in_flight_at_a_preemption_may_be_dropped(retired: bool, says: list[str]) -> None:
+    world = World(shorter_hits=False, runs_ahead=True)
+    assert world.do(Grow(0, 3), done(0)) == []
+    world.tell(
+        StepLaunched(1, [StepItem(0, 0, 9, 12, ([1, 2, 3],))]),
+        BlocksPublished(0, 0, 2, [3], [b"c"]),
+    )
+    assert world.do(Decode((0,)), Outcome("done", children=(0,))) == []
+    if retired:
+        world.tell(StepRetired(1))
+    assert world.do(Preempt(0), done(0)) == []
+    assert world.do(Resume(0), done(0, 8)) == says
 
 
 def test_what_is_refused_hits_nothing() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvproof.invariants.checks.cap_answers import Answers
+from kvproof.invariants.checks.cap_takes import in_words
 from kvproof.invariants.group_books import GroupBooks
 from kvproof.invariants.operations import (
     Admit,
@@ -56,7 +57,8 @@ class Bounds:
 
     def _admit(self, operation: Admit, outcome: Outcome) -> None:
         tags = self._books.tags_of(operation)
-        self._enters(operation, outcome, tags, operation.slots or len(tags), len(tags))
+        tokens = len(tags)
+        self._enters(operation, outcome, tags, operation.slots or tokens, (tokens, tokens))
 
     def _resume(self, operation: Resume, outcome: Outcome) -> None:
         request = self._known(outcome.request)
@@ -66,8 +68,9 @@ class Bounds:
                 self._judge(operation, outcome, self._beside(request.tags, 0, rows), rows)
         elif request is not None:
             # It may have one token more, which is told when it has a slot.
-            tokens, length = operation.slots or request.length, request.length
-            self._enters(operation, outcome, request.tags, tokens, length + 1)
+            lengths = request.settled, request.length + 1
+            tokens = operation.slots or request.length
+            self._enters(operation, outcome, request.tags, tokens, lengths)
 
     def _enters(
         self,
@@ -75,9 +78,9 @@ class Bounds:
         outcome: Outcome,
         tags: Tags[int],
         tokens: int,
-        hit_below: int,
+        lengths: tuple[int, int],
     ) -> None:
-        """It wants slots for so many tokens, and may hit fewer than ``hit_below``."""
+        """It wants slots for so many tokens; ``lengths``: it has so many at least, and at most."""
         if not self._may_run(operation, outcome):
             return
         most, hit = self._rows(tokens), 0
@@ -85,9 +88,10 @@ class Bounds:
             most[place] += 2  # a copy of the state that it hits, and one that it leaves
         if outcome.status == "done":
             hit = outcome.cached_tokens
-            why = self._no_hit(tags, hit, hit_below) if hit else None
+            least_length, length = lengths
+            why = self._no_hit(tags, hit, length) if hit else None
             if why is None and not self._check.semantics.shorter_hits:
-                why = self._longer_hit(tags, hit)
+                why = self._longer_hit(tags, hit, least_length)
             if why is not None:
                 self._check.fail(
                     f"{kind_of(operation)}: a hit of {hit} tokens is claimed, but {why}",
@@ -124,9 +128,9 @@ class Bounds:
                     return f"its row {row} is not findable"
         return None
 
-    def _longer_hit(self, tags: Tags[int], hit: int) -> str | None:
-        """That more tokens can be hit, if they can."""
-        unit, below = self._books.hit_tokens, len(tags)
+    def _longer_hit(self, tags: Tags[int], hit: int, below: int) -> str | None:
+        """That more tokens can be hit, if they can: fewer than ``below``."""
+        unit = self._books.hit_tokens
         if self._books.configuration.prefix_caching:
             for longer in range((below - 1) // unit * unit, hit, -unit):
                 if self._no_hit(tags, longer, below) is None:
@@ -195,13 +199,15 @@ class Bounds:
         """What is done takes so many free blocks of each group at least, and at most."""
         if outcome.status == "done":
             if self._short(least):
-                self._check.wrong_answer(operation, outcome, NO_FREE_BLOCKS)
+                takes = in_words([f"it takes {max(0, rows)} at least" for rows in least])
+                self._check.wrong_answer(operation, outcome, NO_FREE_BLOCKS, takes=takes)
         elif not self._check.semantics.keeps_room and (
             (outcome.reason == NO_FREE_BLOCKS and not self._short(most))
             or (outcome.reason == LARGER_THAN_POOL and not self._larger_than_pool(most))
             or (outcome.reason == HIT_PENDING and not self._anything_comes())
         ):
-            self._check.wrong_answer(operation, outcome, None)
+            takes = in_words([f"it takes {rows} at most" for rows in most])
+            self._check.wrong_answer(operation, outcome, None, takes=takes)
 
     def _anything_comes(self) -> bool:
         """Whether a hit may be pending: a lower tier has what it needs, or a state is findable that

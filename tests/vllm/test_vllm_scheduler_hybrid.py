@@ -21,6 +21,7 @@ from kvproof.invariants.operations import (
     AnyOperation,
     Arrive,
     Reserve,
+    Reset,
     Retire,
     Run,
     Schedule,
@@ -109,6 +110,14 @@ def test_a_hit_takes_of_the_windows_blocks_what_is_in_it() -> None:
     assert [(event.row, len(event.blocks)) for event in reused] == [(0, 4), (2, 2)]
     assert (counted.cached_tokens, counted.blocks) == (16, 4 + 2 + 2)
     assert launched.items[0].tables[1][:2] == [0, 0]
+    run.drain([])
+    assert not run.audit()
+
+
+def test_samples_that_a_reset_drops_are_not_counted_at_the_next_hit() -> None:
+    run = harness(ASYNC)
+    operations = [Schedule(), Schedule(), Reset(running=True), Run(2)]
+    assert not run.run([arrive(8), arrive(8, output=2), *operations])
     run.drain([])
     assert not run.audit()
 
