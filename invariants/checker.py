@@ -36,7 +36,7 @@ from kvproof.invariants.property import Check, EventHandler, OperationHandler
 from kvproof.invariants.request_books import RequestModel
 from kvproof.invariants.shadow import Shadow, States
 from kvproof.invariants.subject import Subject
-from kvproof.invariants.verdict import Violation
+from kvproof.invariants.verdict import Violation, place
 
 SETTLED_EVERY = 12
 """Operations between two comparisons of touched state with the view …"""
@@ -317,7 +317,7 @@ class Checker:
             except Exception:
                 self.violations.clear()
         if not self.violations:
-            raise CheckerError(f"at operation {self.operations - 1}: {error!r}") from error
+            raise CheckerError(f"{place(self.operations - 1)}: {error!r}") from error
 
     def _lost(self) -> bool:
         """Whether the outcome speaks of another request, so that the books cannot follow."""

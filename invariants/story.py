@@ -46,6 +46,7 @@ from kvproof.invariants.events import (
 )
 from kvproof.invariants.operations import Arrive, Operation, Tier, kind_of
 from kvproof.invariants.outcomes import Outcome
+from kvproof.invariants.prefix_story import Prefixes
 from kvproof.invariants.scheduling.story import iterations_story, rejected_state
 from kvproof.invariants.scheduling.vocabulary import SchedulerEvent
 from kvproof.invariants.slot_books import ENDS
@@ -74,7 +75,21 @@ def explain(violation: Violation, moments: Sequence[Moment], block_size: int) ->
         for subject, teller in _tellers(violation, block_size)
         if (story := list(_story(teller, moments)))
     ]
+    if violation.property == "KEY":
+        stories += _prefixes(violation, moments, block_size)
     return "\n".join([what, *stories])
+
+
+def _prefixes(violation: Violation, moments: Sequence[Moment], block_size: int) -> list[str]:
+    """In what two prefixes differ that were taken for the same, if the run tells."""
+    prefixes = Prefixes(violation, block_size)
+    for moment in moments:
+        if moment.outcome.status == "done":
+            prefixes.do(moment.operation, moment.outcome)
+        for event in moment.events:
+            if said := prefixes.tell(event, moment.op):
+                return [f"Prefixes: {said}."]
+    return []
 
 
 def _with_iterations(what: str, events: Sequence[Event], moments: Sequence[Moment]) -> str:

@@ -183,10 +183,12 @@ class Semantics(Struct, frozen=True):
     """``Evict`` takes just as many blocks as it asks for, if there are so many.  Otherwise it may
     take more: what is cached goes in pieces of several blocks, each told by an event of its own,
     and no further piece goes when there is enough.  (Where a group has a window, pieces may take
-    some of another group with them: of how much goes, nothing is said then.)"""
+    some of another group with them: only what is too much in all of them is too much.)"""
     eviction_margin: int = 0
     """Blocks that an eviction in pieces, made for room, may take beyond what is lacking, for each
     request that the operation serves."""
+    preemption_room: int = 0
+    """Tokens for which a preemption makes room, in pieces, for each request that still runs."""
     oldest_first: bool = True
     """A step serves requests by their first admission; only its last one may be cut short."""
     chunks: bool = True

@@ -78,7 +78,12 @@ BEFORE_THE_FIRST = "before the first operation"
 
 def place_of(violation: Violation) -> str:
     """``at operation 4``: after which operation it was seen."""
-    return BEFORE_THE_FIRST if violation.op < 0 else f"at operation {violation.op}"
+    return place(violation.op)
+
+
+def place(op: int) -> str:
+    """``at operation 4``; -1 is before the first one."""
+    return BEFORE_THE_FIRST if op < 0 else f"at operation {op}"
 
 
 def primary(violations: Sequence[Violation]) -> Violation:
@@ -97,6 +102,11 @@ def _rank_of(name: str) -> int:
 def counted(count: int, noun: str) -> str:
     """``1 block``, ``2 blocks``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def were(count: int, noun: str) -> str:
+    """``1 block was``, ``2 blocks were``."""
+    return f"{counted(count, noun)} {'was' if count == 1 else 'were'}"
 
 
 def tallied(count: int, noun: str) -> str:

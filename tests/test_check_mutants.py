@@ -631,7 +631,7 @@ def test_a_copy_that_evicts_though_a_slot_is_empty_is_told() -> None:
     run = (*BOTH_STORED, prompt(4, 1), *STEP, Offload())
     lie: Lie = lambda events: [*events[:-1], evicted, events[-1]]  # noqa: E731
     (violation,), _ = told(run, "ORDER", lie, groups=2, interval=0)
-    assert violation.message.startswith("1 host blocks were evicted for the 1 that transfer 3")
+    assert violation.message.startswith("1 host block was evicted for the 1 that transfer 3")
     assert (violation.group, violation.tier) == (1, "host")
 
 
@@ -641,6 +641,50 @@ def test_a_copy_upwards_is_to_spare_its_own_prompt_in_each_group() -> None:
     own = change(SlotsEvicted, slots=lambda slots: [1 - slots[0]])
     (violation,), _ = told([*run, FETCH], "ORDER", own, groups=2, host_blocks=2)
     assert (violation.tier, violation.group) == ("host", 1)
+
+
+def test_what_is_taken_and_hit_is_told_of_each_group() -> None:
+    run = [prompt(4), *STEP, prompt(5)]
+    refused = {"status": "refused", "reason": "no_free_blocks", "request": None}
+    (violation,), _ = told(run, "CAP", lambda _: [], groups=2, interval=0, says=refused)
+    takes = "it takes 1: 5 tokens need 2, of which block 1 is a hit"
+    assert violation.message == (
+        "admit was refused (no_free_blocks), but it should have been done: 7, 7 blocks were free; "
+        f"in group 0 {takes}; in group 1 {takes}"
+    )
+    (violation,), _ = told(run, "CAP", groups=2, interval=0, says={"cached_tokens": 0})
+    assert violation.message == (
+        "admit: 0 cached tokens were claimed, but it should be 4: in group 0 block 1 is a hit; in "
+        "group 1 block 1 is a hit"
+    )
+
+
+@pytest.mark.parametrize(
+    ("run", "says", "message"),
+    [
+        (
+            [prompt(8), *STEP, prompt(12, 1), prompt(5)],
+            {"status": "refused", "reason": "no_free_blocks", "request": None},
+            "admit was refused (no_free_blocks), but it should have been done: 3 blocks were free; "
+            "it takes 2 at most",
+        ),
+        (
+            [prompt(8), *STEP, prompt(20, 1), prompt(9, 2)],
+            {"status": "done", "reason": None, "request": 2},
+            "admit was done, but it should have been refused (no_free_blocks): 1 block was free; "
+            "it takes 3 at least",
+        ),
+    ],
+)
+def test_without_exact_admission_bounds_are_told(
+    run: Sequence[AnyOperation], says: dict[str, Any], message: str
+) -> None:
+    status = "done" if says["status"] == "refused" else "refused"
+    inexact = {"exact_admission": False, "keeps_room": False}
+    seen, _ = told(
+        run, "CAP", lambda _: [], interval=0, status=status, says=says, semantics=inexact
+    )
+    assert [violation.message for violation in seen] == [message]
 
 
 def test_an_allocation_that_evicts_too_much_is_told() -> None:

@@ -217,6 +217,8 @@ class Lost(Check):
 
 def test_an_audit_that_stumbles_is_excused_by_what_is_wrong() -> None:
     world = World(Ref, Lost, interval=0)
+    with pytest.raises(CheckerError, match=r"^before the first operation: KeyError\('nothing'\)"):
+        world.checker.audit()
     world.do(PROMPT)
     with pytest.raises(CheckerError, match=r"at operation 0: KeyError\('nothing'\)"):
         world.checker.audit()

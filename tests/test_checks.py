@@ -205,8 +205,9 @@ def given(*blocks: int) -> Lie:
     return change(BlocksAllocated, blocks=list(blocks))
 
 
-def published(row: int, *blocks: int) -> BlocksPublished:
-    return BlocksPublished(0, 0, row, list(blocks), [bytes([block]) for block in blocks])
+def published(row: int, *blocks: int, key: bytes | None = None) -> BlocksPublished:
+    keys = [key or bytes([block]) for block in blocks]
+    return BlocksPublished(0, 0, row, list(blocks), keys)
 
 
 def evicted(block: int, cause: Any = "request") -> BlocksEvicted:
@@ -447,9 +448,24 @@ row(
     "ORDER",
     [*CACHED, prompt(2, 1), *STEP, Fork(0), Grow(0)],
     Lie(events=lambda true: [evicted(2, "pressure"), *true]),
-    "1 blocks were evicted for the 1 that request 1 needs, though 5 free blocks were empty",
+    "1 block was evicted for the 1 that request 1 needs, though 5 free blocks were empty",
     2,
     1,
+)
+row(
+    "ORDER",
+    CACHED,
+    add(evicted(2, "pressure"), evicted(1)),
+    "block 2 was evicted under pressure, but the operation takes no block after that, and 6 free "
+    "blocks were empty",
+    2,
+)
+row(
+    "ORDER",
+    [*CACHED, prompt(4, 1), *STEP],
+    Lie(events=lambda true: [*true[:1], evicted(2, "pressure"), published(0, 1, key=KEY)]),
+    "block after that, and 5 free blocks were empty: block 1 became findable under its key",
+    2,
 )
 row("ORDER", [prompt(8), Finish(0)], change(BlocksReleased, blocks=[1, 2]), "[1, 2], not", 1, 0)
 row("ORDER", CACHED, shows(free_blocks=lambda f: [*f[:-2], 1, 2]), "victims are blocks [1, 2]", 1)
@@ -491,14 +507,19 @@ row("CAP", [prompt(1), Launch()], says(count=2), "launch: 2 tokens were schedule
 row("CAP", [prompt(9), Launch(5)], says(count=9), "launch: 9 tokens were scheduled, but it should")
 row("CAP", [Launch()], says(reason="run_ahead_limit"), "should have been refused (nothing_to_run)")
 row("CAP", [*CACHED, Evict(1)], says(count=2), "evict: 2 blocks were evicted, but it should be 1")
-row("CAP", [*CACHED, Reset()], says(count=1), "reset: 1 blocks were evicted, but it should be 2")
+row("CAP", [*CACHED, Reset()], says(count=1), "reset: 1 block was evicted, but it should be 2")
 row("CAP", [prompt(1), Reset()], answers(DONE), "should have been refused (blocks_in_use)")
-row("CAP", [prompt(1), *STEP], says(count=2), "retire: 2 requests came back, but it should be 1")
-row("CAP", [prompt(4)], stands(3, (2,)), "4 slots, which need 1 blocks of 4, but holds 2", None, 0)
-row("CAP", [PART], stands(3, (3,)), "9 tokens and 4 slots, which need 1 blocks of 4", None, 0)
+row(
+    "CAP",
+    [prompt(1), *STEP],
+    says(count=2),
+    "retire: 2 requests were in the step, but it should be 1",
+)
+row("CAP", [prompt(4)], stands(3, (2,)), "4 slots, which need 1 block of 4, but holds 2", None, 0)
+row("CAP", [PART], stands(3, (3,)), "9 tokens and 4 slots, which need 1 block of 4", None, 0)
 row("CAP", [prompt(3, slots=9)], stands(3, (1,)), "3 tokens and 9 slots, which need 3", None, 0)
 row("CAP", [PART, Grow(0)], stands(3, (1,)), "10 tokens and 10 slots, which need 3", None, 0)
-row("CAP", [prompt(1), Reserve(0, 9)], stands(3, (4,)), "1 tokens and 9 slots, which", None, 0)
+row("CAP", [prompt(1), Reserve(0, 9)], stands(3, (4,)), "1 token and 9 slots, which", None, 0)
 row("CAP", [prompt(3, slots=33)], says(reason="no_free_blocks"), "have been refused (larger_than")
 row("CAP", [prompt(9), Preempt(0), Resume(0, 4)], stands(3, (3,)), "9 tokens and 4 sl", None, 0)
 row("CAP", [PART, Reserve(0, 9)], says(count=3), "3 blocks were taken, but it should be 2", None, 0)
@@ -506,7 +527,8 @@ row(
     "CAP",
     [PART, Reserve(0, 9)],
     answers(replace(REFUSED, request=0)),
-    "reserve was refused (no_free_blocks), but it should have been done: 7 blocks were free",
+    "reserve was refused (no_free_blocks), but it should have been done: 7 blocks were free; it "
+    "takes 2: 9 tokens need 3, and it has 1",
     None,
     0,
 )
@@ -523,7 +545,8 @@ row(
     "CAP",
     [prompt(16), prompt(12, 1), Decode((0, 1))],
     says(status="done", reason=None, children=(0, 1)),
-    "decode was done, but it should have been refused (no_free_blocks): 1 blocks were free",
+    "decode was done, but it should have been refused (no_free_blocks): 1 block was free; it takes "
+    "2, for one token more of 2 requests",
 )
 row(
     "CAP",
@@ -600,7 +623,8 @@ row(
     "CAP",
     [*SWAPPED, prompt(28, 1), Resume(0)],
     says(status="done", reason=None, cached_tokens=6),
-    "resume was done, but it should have been refused (no_free_blocks): 1 blocks were free",
+    "resume was done, but it should have been refused (no_free_blocks): 1 block was free; it takes "
+    "2: 6 tokens need 2",
     None,
     0,
 )
@@ -613,6 +637,84 @@ row(
     0,
 )
 row("CAP", [*SWAPPED, Resume(0, 1)], stands(3, (1,)), "slots, which need 2 blocks of", None, 0)
+
+# … and what it says of the blocks that an operation takes: those beyond its hits, and free hits
+REFUSED_FIRST = replace(REFUSED, request=0)
+row(
+    "CAP",
+    [prompt(4), *STEP, prompt(24, 1), prompt(5)],
+    answers(REFUSED),
+    "done: 1 block was free; it takes 1: 5 tokens need 2, of which block 1 is a hit",
+)
+row(
+    "CAP",
+    [*CACHED, prompt(20, 1), prompt(12)],
+    answers(REFUSED),
+    "done: 3 blocks were free; it takes 3: 12 tokens need 3, of which blocks 1 and 2 are hits, but "
+    "they are free themselves",
+)
+row(
+    "CAP",
+    [prompt(8), *STEP, prompt(5), Finish(0), prompt(9)],
+    answers(REFUSED),
+    "done: 6 blocks were free; it takes 2: 9 tokens need 3, of which blocks 1 and 2 are hits, but "
+    "block 2 is free itself",
+)
+row(
+    "CAP",
+    [prompt(4), *STEP, Finish(0), prompt(28, 1), prompt(5)],
+    says(status="done", reason=None, request=2, cached_tokens=4),
+    "(no_free_blocks): 1 block was free; it takes 2: 5 tokens need 2, of which block 1 is a hit, "
+    "but it is free itself",
+    None,
+    2,
+)
+row(
+    "CAP",
+    [prompt(24), *STEP, prompt(25)],
+    answers(REFUSED),
+    "it takes 1: 25 tokens need 7, of which blocks 1, 2, 3, 4 and 2 more are hits",
+)
+row("CAP", [prompt(1)], answers(REFUSED), "it takes 1: 1 token needs 1, none of which is a hit")
+row("CAP", [PART], answers(REFUSED), "it takes 1: 4 tokens need 1, none of which is a hit")
+row(
+    "CAP",
+    [*SWAPPED, prompt(28, 1), Resume(0, 1)],
+    says(status="done", reason=None, cached_tokens=6),
+    "1 block was free; it takes 2: 6 tokens need 2",
+    None,
+    0,
+)
+row(
+    "CAP",
+    [prompt(33)],
+    says(reason="no_free_blocks"),
+    "(larger_than_pool): 8 blocks were free; 33 tokens need 9, and there are 8 in all",
+)
+row(
+    "CAP",
+    [*FORKED, Grow(0, 3)],
+    answers(REFUSED_FIRST),
+    "6 blocks were free; it takes 2: 9 tokens need 3, and it has 2, one of them to be copied",
+    None,
+    0,
+)
+row(
+    "CAP",
+    [prompt(5), Preempt(0), Resume(0)],
+    answers(REFUSED_FIRST),
+    "8 blocks were free; it takes 2: 5 tokens need 2, none of which is a hit",
+    None,
+    0,
+)
+row(
+    "CAP",
+    [*CACHED, prompt(9)],
+    says(cached_tokens=4),
+    "admit: 4 cached tokens were claimed, but it should be 8: blocks 1 and 2 are hits",
+    None,
+    1,
+)
 WHIM = Outcome("refused", None, 0)
 row(
     "CAP",
@@ -783,6 +885,15 @@ def test_a_check_alone_sees_the_lie_and_not_the_truth(
     seen = {(v.block, v.request, v.op) for v in violations if message in v.message}
     assert seen == {(block, request_id, len(run) - 1)}
     assert check in {violation.property for violation in found(run, lie)}
+
+
+def test_what_room_is_no_matter_of_is_not_told_with_it() -> None:
+    run = [prompt(1), prompt(1), prompt(1), prompt(1), prompt(1)]
+    (violation,) = found(run, says(reason="no_free_blocks"), checks=[BY_ID["CAP"]])
+    assert violation.message == (
+        "admit was refused (no_free_blocks), but it should have been refused (too_many_requests): "
+        "4 blocks were free"
+    )
 
 
 def test_every_check_has_lies_to_see() -> None:

@@ -22,7 +22,20 @@ from kvproof.invariants.events import (
     BlocksReused,
     Event,
 )
-from kvproof.invariants.operations import Admit, Decode, Evict, Grow, Operation, Reset, Segment
+from kvproof.invariants.operations import (
+    Abort,
+    Admit,
+    Decode,
+    Evict,
+    Finish,
+    Grow,
+    Launch,
+    Operation,
+    Preempt,
+    Reset,
+    Retire,
+    Segment,
+)
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.invariants.verdict import Violation
@@ -37,11 +50,12 @@ class Run:
     def __init__(self, uses: Mapping[int, float] | None = None, **semantics: Any) -> None:
         said = {"exact_eviction": False, "eviction_order": "shown", "release_order": "any"}
         self.books = Books(Configuration(blocks=10), Semantics(**{**said, **semantics}))
-        (self.group,) = self.books.groups
-        for block in range(1, 7):
-            key = bytes([block])
-            self.group.key_of[block], self.group.blocks_of[key] = key, (block,)
-            self.group.cached_free[block] = None
+        self.group = self.books.groups[0]
+        for group in self.books.groups:
+            for block in range(1, 7):
+                key = bytes([block])
+                group.key_of[block], group.blocks_of[key] = key, (block,)
+                group.cached_free[block] = None
         self.uses = dict(uses or {block: block for block in range(1, 7)})
         self.violations: list[Violation] = []
         view: Any = SimpleNamespace(last_uses=lambda group: self.uses)
@@ -89,7 +103,8 @@ def test_what_is_held_or_was_used_meanwhile_could_not_have_gone() -> None:
     del run.group.cached_free[1]
     assert run.do(Evict(1), gone(2)) == []
     used = Run()
-    assert used.do(Grow(0, 1), gone(2, cause="pressure"), uses={1: 9}) == []
+    taken = BlocksAllocated(0, 0, 0, [7, 8, 9, 10, 2])
+    assert used.do(ADMIT, gone(2, cause="pressure"), taken, uses={1: 9}) == []
 
 
 def test_a_prefix_that_waited_for_its_extension_was_used_with_it() -> None:
@@ -133,6 +148,40 @@ def test_room_is_made_for_what_is_lacking_and_a_margin() -> None:
     assert room(5, *two, eviction_margin=1) == []
     (message,) = room(4, *two, eviction_margin=1)
     assert "with a margin of 1" in message
+
+
+@pytest.mark.parametrize("operation", [ADMIT, Grow(0, 1), Preempt(0), Evict(0)])
+def test_none_goes_when_none_is_lacking(operation: Operation) -> None:
+    (message,) = Run(eviction_margin=1).do(operation, gone(1, cause="pressure"))
+    assert "one piece less would have been enough" in message
+
+
+@pytest.mark.parametrize(("running", "right"), [(1, False), (2, True)])
+def test_a_preemption_makes_the_room_that_is_declared(running: int, right: bool) -> None:
+    """Blocks have four tokens, and four are empty."""
+    run = Run(preemption_room=9)
+    assert run.books.block_size == 4
+    someone: Any = SimpleNamespace()
+    run.books.running += [someone] * running
+    messages = run.do(Preempt(0), gone(1, cause="pressure"))
+    if right:
+        assert messages == []
+    else:
+        assert "though room for 3 was to be made and 4 were empty" in messages[0]
+
+
+@pytest.mark.parametrize(("lacking", "right"), [(0, False), (1, True)])
+def test_pieces_of_one_group_may_take_some_of_another(lacking: int, right: bool) -> None:
+    """In the first of two groups there is room enough, in the second for four blocks."""
+    run = Run(groups=2, windows=(0, 5), eviction_order="any")
+    both = [BlocksEvicted(group, [1], [bytes([1])], "pressure") for group in (0, 1)]
+    taken = BlocksAllocated(1, 0, 0, [7, 8, 9, 10, 1][: 4 + lacking])
+    assert (run.do(ADMIT, *both, taken) == []) is right
+
+
+@pytest.mark.parametrize("operation", [Launch(), Retire(), Finish(0), Abort(0)])
+def test_nothing_is_said_of_what_a_request_leaves(operation: Operation) -> None:
+    assert Run().do(operation, gone(1, cause="pressure")) == []
 
 
 @pytest.mark.parametrize(("copied", "right"), [(True, True), (False, False)])
@@ -195,5 +244,4 @@ def test_pieces_are_a_promise_of_their_own() -> None:
     silent = Semantics(eviction_order="any", release_order="any")
     assert not Order.promised(silent)
     assert Order.promised(replace(silent, exact_eviction=False))
-    assert not Order.promised(replace(silent, exact_eviction=False, groups=2, windows=(0, 5)))
     assert Order.promised(replace(silent, eviction_order="shown"))

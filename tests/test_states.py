@@ -290,7 +290,7 @@ def test_no_more_is_evicted_for_the_copy_than_it_needs() -> None:
     world.tell(BlocksEvicted(1, [7], [b"C"], "pressure"), KeyMoved(1, 0, 5, 9))
     (violation,) = world.violations
     assert violation.property == "ORDER"
-    assert "1 blocks were evicted for the 1 that request 0 needs, though" in violation.message
+    assert "1 block was evicted for the 1 that request 0 needs" in violation.message
 
 
 def test_states_are_published_after_tokens_that_the_request_has() -> None:

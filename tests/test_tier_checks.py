@@ -600,7 +600,7 @@ row(
     "ORDER",
     FULL,
     change(SlotsEvicted, slots=[1, 0], keys=[SECOND, FIRST]),
-    "2 host blocks were evicted for the 2 that transfer 1 needs, though 1 were empty",
+    "2 host blocks were evicted for the 2 that transfer 1 needs, though 1 block was empty",
     "host",
 )
 row("ORDER", STORED, shows(victims=lambda true: true[::-1]), "next victims are host", "host", 0)
@@ -616,7 +616,7 @@ row(
 # CAP
 OFF = Outcome("refused", "offload_off")
 row("CAP", STORING, answers(OFF), "offload was refused (offload_off), but it should have been done")
-row("CAP", STORING, says(count=1), "offload: 1 blocks are copied, but it should be 2")
+row("CAP", STORING, says(count=1), "offload: 1 block was copied, but it should be 2")
 row("CAP", STORING, says(transfers=()), "offload names 0 transfers, but it should be 1")
 row("CAP", [*STORED, Offload()], says(reason="no_host_blocks"), "refused (nothing_to_move)")
 row("CAP", [Offload("disk")], answers(OFF), "should have been refused (nothing_to_move)")
@@ -639,7 +639,7 @@ row(
     "should have been refused (no_disk_blocks)",
 )
 row("CAP", [*BELOW, PROMOTE], says(lookup="miss"), "answer 'miss', but it should be 'hit'")
-row("CAP", [*BELOW, PROMOTE], says(count=1), "promote: 1 blocks are copied, but it should be 2")
+row("CAP", [*BELOW, PROMOTE], says(count=1), "promote: 1 block was copied, but it should be 2")
 row(
     "CAP",
     [*BELOW, Withhold("device", 7), PROMOTE],
@@ -677,8 +677,8 @@ row("CAP", [*LOADING, OUT], says(reason="no_host_blocks"), "have been refused (i
 row("CAP", [*LEAVING, Resume(0)], says(reason="no_free_blocks"), "been refused (in_flight)")
 row("CAP", LOADING, says(cached_tokens=6), "6 cached tokens were claimed, but it should be 0")
 row("CAP", LEAVING, says(transfers=(0, 1)), "preempt of 2 blocks started 2 transfers, but it")
-row("CAP", [*STORED, Withhold("host", 9)], says(count=9), "9 blocks are withheld, but it should")
-row("CAP", [*STORED, Evict(9, "host")], says(count=1), "1 blocks were evicted, but it should be 2")
+row("CAP", [*STORED, Withhold("host", 9)], says(count=9), "9 blocks were withheld, but it should")
+row("CAP", [*STORED, Evict(9, "host")], says(count=1), "1 block was evicted, but it should be 2")
 row("CAP", [*SAVED, Finish(0), Reset()], says(count=2), "evicted, but it should be 6")
 row("CAP", [*STORING, Finish(0), Reset()], answers(DONE), "have been refused (blocks_in_use)")
 row("CAP", [*AWAY, Reset()], answers(DONE), "have been refused (blocks_in_use)")

@@ -26,6 +26,7 @@ from functools import cached_property
 from kvproof.invariants.checks.cap_answers import Answers
 from kvproof.invariants.checks.cap_bounds import Bounds
 from kvproof.invariants.checks.cap_steps import Steps
+from kvproof.invariants.checks.cap_takes import Takes
 from kvproof.invariants.checks.cap_tiers import TierAnswers
 from kvproof.invariants.group_books import GroupBooks
 from kvproof.invariants.operations import (
@@ -70,6 +71,7 @@ from kvproof.invariants.outcomes import (
 from kvproof.invariants.property import Claim, OperationHandler
 from kvproof.invariants.request_books import RequestModel
 from kvproof.invariants.tags import Tags
+from kvproof.invariants.verdict import counted
 from kvproof.invariants.view import Standing
 
 _ANSWERED = (Offload, Promote, Withhold, Corrupt, Restart, Slow)
@@ -122,6 +124,7 @@ class Cap(Answers):
         self._steps = Steps(self)
         self._tiers = TierAnswers(self)
         self._bounds = Bounds(self, self._short)
+        self._takes = Takes(self.books, self._growth)
         shared = self.semantics.shared_pool
         self._pools = self.groups[:1] if shared else self.groups
         self._sharing = len(self.groups) if shared else 1
@@ -324,8 +327,8 @@ class Cap(Answers):
         expected = len(self.groups) if rows and started else 0
         if len(outcome.transfers) != expected:
             self.fail(
-                f"{kind_of(operation)} of {rows} blocks started {len(outcome.transfers)} "
-                f"transfers, but it should be {expected}",
+                f"{kind_of(operation)} of {counted(rows, 'block')} started "
+                f"{counted(len(outcome.transfers), 'transfer')}, but it should be {expected}",
                 request=outcome.request,
             )
 
@@ -378,6 +381,14 @@ class Cap(Answers):
     def _known(self, number: int | None) -> RequestModel | None:
         return None if number is None else self.books.requests.get(number)
 
+    # -- words --------------------------------------------------------------------------------
+
+    def takes(self, operation: Operation, outcome: Outcome) -> str:
+        return self._takes.of(operation, outcome)
+
+    def expected_hit(self) -> str:
+        return self._takes.hit()
+
     # -- what done operations did -------------------------------------------------------------
 
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
@@ -394,9 +405,9 @@ class Cap(Answers):
         for group, (held, needed) in enumerate(zip(actual[3], expected[3], strict=True)):
             if held != needed:
                 self.fail(
-                    f"request {request.id} has {request.length} tokens and {request.slots} slots, "
-                    f"which need {needed} blocks of {self.groups[group].block_size}, but holds "
-                    f"{held}",
+                    f"request {request.id} has {counted(request.length, 'token')} and "
+                    f"{counted(request.slots, 'slot')}, which need {counted(needed, 'block')} of "
+                    f"{self.groups[group].block_size}, but holds {held}",
                     group=group,
                     request=request.id,
                 )

@@ -16,8 +16,24 @@ from kvproof.invariants.operations import (
     Withhold,
     kind_of,
 )
-from kvproof.invariants.outcomes import Outcome
+from kvproof.invariants.outcomes import LARGER_THAN_POOL, NO_FREE_BLOCKS, Outcome
 from kvproof.invariants.property import Check
+from kvproof.invariants.verdict import were
+
+_ABOUT_ROOM = (None, NO_FREE_BLOCKS, LARGER_THAN_POOL)
+_COUNTED: dict[type[Operation], tuple[str, str]] = {
+    Admit: ("cached token", "claimed"),
+    Resume: ("cached token", "claimed"),
+    Launch: ("token", "scheduled"),
+    Evict: ("block", "evicted"),
+    Reset: ("block", "evicted"),
+    Reserve: ("block", "taken"),
+    Offload: ("block", "copied"),
+    Promote: ("block", "copied"),
+    Withhold: ("block", "withheld"),
+    Retire: ("request", "in the step"),
+}
+"""What an answer's figure is about, and what became of it."""
 
 
 class Answers(Check):
@@ -35,34 +51,45 @@ class Answers(Check):
                 self.wrong_figure(operation, outcome, actual, figure)
 
     def wrong_answer(
-        self, operation: Operation, outcome: Outcome, reason: str | None, status: str = "done"
+        self,
+        operation: Operation,
+        outcome: Outcome,
+        reason: str | None,
+        status: str = "done",
+        takes: str | None = None,
     ) -> None:
+        """``takes``: what it takes of the free blocks, in words; None: as :meth:`takes` says."""
         did = outcome.status + (f" ({outcome.reason})" if outcome.reason else "")
         should = f"refused ({reason})" if reason else status
-        free = ", ".join(str(g.free) for g in self.books.groups)
+        about_room = reason in _ABOUT_ROOM and outcome.reason in _ABOUT_ROOM
         self.fail(
-            f"{kind_of(operation)} was {did}, but it should have been {should}: {free} blocks "
-            "were free",
+            f"{kind_of(operation)} was {did}, but it should have been {should}: {self._free()}"
+            f"{(self.takes(operation, outcome) if takes is None else takes) if about_room else ''}",
             request=outcome.request,
         )
+
+    def takes(self, operation: Operation, outcome: Outcome) -> str:
+        """What the operation takes of the free blocks, in words, with the books as before it."""
+        return ""
+
+    def expected_hit(self) -> str:
+        """Which blocks an admission was to find, in words."""
+        return ""
+
+    def _free(self) -> str:
+        free = [group.free for group in self.groups]
+        if len(free) == 1 or self.semantics.shared_pool:
+            return f"{were(free[0], 'block')} free"
+        return f"{', '.join(map(str, free))} blocks were free"
 
     def wrong_figure(
         self, operation: Operation, outcome: Outcome, actual: int, figure: int
     ) -> None:
-        what = {
-            Admit: "cached tokens were claimed",
-            Resume: "cached tokens were claimed",
-            Launch: "tokens were scheduled",
-            Evict: "blocks were evicted",
-            Reset: "blocks were evicted",
-            Reserve: "blocks were taken",
-            Offload: "blocks are copied",
-            Promote: "blocks are copied",
-            Withhold: "blocks are withheld",
-            Retire: "requests came back",
-        }.get(type(operation), "were counted")
+        noun, verb = _COUNTED.get(type(operation), ("", "counted"))
+        told = were(actual, noun) if noun else f"{actual} were"
+        hit = self.expected_hit() if isinstance(operation, Admit | Resume) else ""
         self.fail(
-            f"{kind_of(operation)}: {actual} {what}, but it should be {figure}",
+            f"{kind_of(operation)}: {told} {verb}, but it should be {figure}{hit}",
             request=outcome.request,
         )
 

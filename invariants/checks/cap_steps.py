@@ -8,6 +8,7 @@ from kvproof.invariants.checks.cap_answers import Answers
 from kvproof.invariants.operations import Launch, Retire
 from kvproof.invariants.outcomes import NOTHING_TO_RUN, RUN_AHEAD_LIMIT, Outcome
 from kvproof.invariants.request_books import RequestModel
+from kvproof.invariants.verdict import counted
 
 
 class Steps:
@@ -102,9 +103,10 @@ class Steps:
                 continue
             if request.scheduled < self._computable(request):
                 self._check.fail(
-                    f"step {step} leaves {len(request.tags) - request.scheduled} tokens "
-                    f"of request {request.id} uncomputed, but serves request {last.id}, which "
-                    "was admitted later",
+                    f"step {step} leaves "
+                    f"{counted(len(request.tags) - request.scheduled, 'token')} of request "
+                    f"{request.id} uncomputed, but serves request {last.id}, which was admitted "
+                    "later",
                     request=request.id,
                 )
                 return

@@ -36,6 +36,7 @@ from kvproof.invariants.slot_books import TierBooks
 from kvproof.invariants.tags import Tags
 from kvproof.invariants.tier_books import Tiers
 from kvproof.invariants.tier_plans import CopyPlan
+from kvproof.invariants.verdict import counted
 
 _LACK = {"device": NO_FREE_BLOCKS, "host": NO_HOST_BLOCKS, "disk": NO_DISK_BLOCKS}
 
@@ -85,8 +86,8 @@ class TierAnswers:
             check.wrong_lookup(operation, outcome, expected.lookup)
         if len(outcome.transfers) != expected.transfers:
             check.fail(
-                f"{kind_of(operation)} names {len(outcome.transfers)} transfers, but it should "
-                f"be {expected.transfers}"
+                f"{kind_of(operation)} names {counted(len(outcome.transfers), 'transfer')}, but "
+                f"it should be {expected.transfers}"
             )
 
     def copied(self, operation: Offload | Promote, outcome: Outcome) -> None:

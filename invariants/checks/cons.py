@@ -119,7 +119,9 @@ class Cons(Check):
                     group=number,
                 )
             for block in free.intersection(reserved):
-                self.fail(f"reserved block {block} is free", group=number, block=block)
+                hint = f"; if block {block} is yours to give, declare reserved=()"
+                hint *= len(reserved) == 1 and not self.books.known
+                self.fail(f"reserved block {block} is free{hint}", group=number, block=block)
             held = len(group.refs) - len(reserved) - len(free)
             if held != group.referenced or any(map(group.refs.__getitem__, listed)):
                 self._name_the_lost(number, free)

@@ -1,11 +1,12 @@
 """ORDER: blocks are evicted in the stated order, and only when needed.
 
 Verifies: where the subject promises it, that the evicted block is the one whose last reference
-went the longest time ago; that nothing is evicted while an empty-free block is left; that a
-request gives back its last block first; where the configuration names an order for a tier, least
-recently used or ARC, the same of that tier; in an audit, that the free blocks stand in that order;
-where content goes in pieces, that none goes when there is enough; where the subject shows when each
-was last used, that hits and publications are uses, and that the longest unused go first.
+went the longest time ago; that nothing is evicted while an empty-free block is left, be it for a
+block that is taken or for none; that a request gives back its last block first; where the
+configuration names an order for a tier, least recently used or ARC, the same of that tier; in an
+audit, that the free blocks stand in that order; where content goes in pieces, that none goes when
+there is enough; where the subject shows when each was last used, that hits and publications are
+uses, and that the longest unused go first.
 
 Does not verify: that every cached extension has its prefix cached too (least recently used
 evicts duplicates' children out of that order, see survey R14); orders of other policies.
@@ -22,6 +23,7 @@ from kvproof.invariants.events import (
     BlockCopied,
     BlocksAllocated,
     BlocksEvicted,
+    BlocksPublished,
     BlocksReleased,
     Event,
     KeyMoved,
@@ -37,7 +39,7 @@ from kvproof.invariants.property import Check, Claim, EventHandler, OperationHan
 from kvproof.invariants.shadow import Shadow
 from kvproof.invariants.slot_books import ENDS, TierBooks
 from kvproof.invariants.subject import Semantics
-from kvproof.invariants.verdict import Violation
+from kvproof.invariants.verdict import Violation, were
 from kvproof.invariants.view import View
 
 
@@ -143,6 +145,8 @@ class Order(Check):
             return
         if not self.semantics.promises_order("device"):
             return
+        if event.cause == "pressure" and self._in_vain(event, group):
+            return
         cached_free = group.cached_free if group.adaptive is None else group.adaptive
         spared = self._spared("device", event.group)
         next_ones = cached_free if not spared else (b for b in cached_free if b not in spared)
@@ -161,6 +165,43 @@ class Order(Check):
                     block=block,
                 )
                 return
+
+    def _in_vain(self, event: BlocksEvicted, group: GroupBooks) -> bool:
+        """Whether nothing is taken after it, though a block was empty; tells what nobody held."""
+        empty = group.empty_free - len(group.evicting)
+        if empty <= 0 or not self.semantics.exact_eviction or not self._is_last_to_move(event):
+            return False
+        blocks = [block for block in event.blocks if block in group.cached_free]
+        if blocks:  # else PIN, VALID
+            self.fail(
+                f"{_named(blocks)} evicted {why_evicted(event.cause)}, but the operation takes no "
+                f"block after that, and {were(empty, 'free block')} empty{self._rekeyed(event)}",
+                group=event.group,
+                block=blocks[0],
+            )
+        return bool(blocks)
+
+    def _is_last_to_move(self, event: BlocksEvicted) -> bool:
+        """Whether nothing is taken from its pool in the same operation after it."""
+        shared = self.semantics.shared_pool
+        for later in reversed(self.books.events):
+            if later is event:
+                return True
+            if (
+                isinstance(later, BlocksAllocated | BlockCopied | KeyMoved)
+                or (isinstance(later, TransferStarted) and ENDS[later.kind][1] == "device")
+            ) and (shared or later.group == event.group):
+                return False
+        return False
+
+    def _rekeyed(self, event: BlocksEvicted) -> str:
+        """Which other block became findable under the same key, in the same operation."""
+        for other in self.books.events:
+            if isinstance(other, BlocksPublished) and other.group == event.group:
+                for block, key in zip(other.blocks, other.keys, strict=False):
+                    if key in event.keys:
+                        return f": block {block} became findable under its key"
+        return ""
 
     def _slots_evicted(self, event: SlotsEvicted) -> None:
         """The next victims go, but for those that the operation is about."""
@@ -205,8 +246,8 @@ class Order(Check):
             self.checked += 1
             if evicted > max(0, len(event.targets) - empty):
                 self.fail(
-                    f"{evicted} {target} blocks were evicted for the {len(event.targets)} that "
-                    f"transfer {event.transfer} needs, though {empty} were empty",
+                    f"{were(evicted, f'{target} block')} evicted for the {len(event.targets)} that "
+                    f"transfer {event.transfer} needs, though {were(empty, 'block')} empty",
                     group=event.group,
                     tier=target,
                 )
@@ -224,13 +265,25 @@ class Order(Check):
         empty = group.empty_free - evicted
         if evicted > max(0, blocks - empty):
             self.fail(
-                f"{evicted} blocks were evicted for the {blocks} that request {request} needs, "
-                f"though {empty} free blocks were empty{self._empty_ones(group)}",
+                f"{were(evicted, 'block')} evicted for the {blocks} that request {request} needs"
+                f"{self._before(group)}, though {were(empty, 'free block')} empty"
+                f"{self._empty_ones(group)}",
                 group=group.group,
                 block=group.evicting[-1],
                 request=request,
             )
         self.checked += 1
+
+    def _before(self, group: GroupBooks) -> str:
+        """Which of the blocks were evicted by operations before this one."""
+        now = [
+            block
+            for event in self.books.events
+            if isinstance(event, BlocksEvicted)
+            for block in event.blocks
+        ]
+        before = [block for block in group.evicting if block not in now]
+        return f" ({_named(before)} evicted by an operation before it)" if before else ""
 
     def _empty_ones(self, group: GroupBooks) -> str:
         """Some that are free and hold nothing findable."""
@@ -303,9 +356,12 @@ class Order(Check):
             )
 
 
+def _named(blocks: Sequence[int]) -> str:
+    return f"block {blocks[0]} was" if len(blocks) == 1 else f"blocks {list(blocks)} were"
+
+
 def _in_pieces(semantics: Semantics) -> bool:
-    amounts = not semantics.exact_eviction and not any(semantics.windows)
-    return semantics.eviction_order == "shown" or amounts
+    return semantics.eviction_order == "shown" or not semantics.exact_eviction
 
 
 def _both(first: EventHandler | None, second: EventHandler) -> EventHandler:

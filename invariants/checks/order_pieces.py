@@ -6,7 +6,7 @@ first is told by the view, since only the engine knows what counts as a use of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from kvproof.invariants.errors import InputError
@@ -20,10 +20,22 @@ from kvproof.invariants.events import (
     why_evicted,
 )
 from kvproof.invariants.group_books import GroupBooks
-from kvproof.invariants.operations import Evict, Operation
+from kvproof.invariants.operations import (
+    Abort,
+    Evict,
+    Finish,
+    Launch,
+    Operation,
+    Preempt,
+    Reset,
+    Retire,
+)
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, EventHandler
 from kvproof.invariants.view import RecentView
+
+_MAKE_NO_ROOM = (Reset, Launch, Retire, Finish, Abort)
+"""Operations of which no amount is said: what a request leaves may replace what is cached."""
 
 
 class _Group:
@@ -81,9 +93,10 @@ class Pieces:
         self._groups[event.group].used += event.blocks
 
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
+        pieces = [group for group in self._groups if group.evicted]
+        if pieces and not isinstance(operation, _MAKE_NO_ROOM):
+            self._judge_amount(pieces, operation, outcome)
         for number, group in enumerate(self._groups):
-            if group.evicted and group.evicted[0].cause != "reset":
-                self._judge_amount(group, operation, outcome)
             if self._check.semantics.eviction_order == "shown":
                 before, now = self._uses[number], dict(self._view.last_uses(number))
                 self._uses[number] = now
@@ -92,27 +105,40 @@ class Pieces:
             if group.evicted or group.allocated or group.used:
                 self._groups[number] = _Group(group.books)
 
-    def _judge_amount(self, group: _Group, operation: Operation, outcome: Outcome) -> None:
-        """Without its largest piece an eviction would have been too small."""
-        if isinstance(operation, Evict):
-            wanted, what = operation.blocks, f"{operation.blocks} were asked for"
-        elif group.allocated:
-            served = max(1, len(outcome.children))
-            margin = self._check.semantics.eviction_margin * served
-            wanted = group.allocated + margin - group.empty
-            what = f"{group.allocated} were needed and {group.empty} were empty"
-            what += f", with a margin of {margin}" if margin else ""
-        else:
-            return
+    def _judge_amount(
+        self, groups: Sequence[_Group], operation: Operation, outcome: Outcome
+    ) -> None:
+        """Without its largest piece an eviction would have been too small, in one group at least.
+
+        What goes for one may take some of the others with it.
+        """
         self._check.checked += 1
-        sizes = sorted(len(event.blocks) for event in group.evicted)
-        if sum(sizes[:-1]) >= max(wanted, 1):
-            self._check.fail(
-                f"{sum(sizes)} blocks were evicted in pieces of {', '.join(map(str, sizes))}, "
-                f"though {what}: one piece less would have been enough",
-                group=group.books.group,
-                block=group.evicted[-1].blocks[-1],
-            )
+        for group in groups:
+            sizes = sorted(len(event.blocks) for event in group.evicted)
+            wanted, what = self._wanted(group, operation, outcome)
+            if sum(sizes[:-1]) < wanted:
+                return
+        self._check.fail(
+            f"{sum(sizes)} blocks were evicted in pieces of {', '.join(map(str, sizes))}, "
+            f"though {what}: one piece less would have been enough",
+            group=group.books.group,
+            block=group.evicted[-1].blocks[-1],
+        )
+
+    def _wanted(self, group: _Group, operation: Operation, outcome: Outcome) -> tuple[int, str]:
+        """How many blocks an operation may evict but for the size of the last piece, and why."""
+        if isinstance(operation, Evict):
+            return operation.blocks, f"{operation.blocks} were asked for"
+        if isinstance(operation, Preempt):
+            books = self._check.books
+            tokens = self._check.semantics.preemption_room * len(books.running)
+            room = -(-tokens // books.block_size)
+            what = f"room for {room} was to be made and {group.empty} were empty"
+            return room - group.empty, what
+        margin = self._check.semantics.eviction_margin * max(1, len(outcome.children))
+        what = f"{group.allocated} were needed and {group.empty} were empty"
+        what += f", with a margin of {margin}" if margin else ""
+        return group.allocated + margin - group.empty, what
 
     def _judge_order(
         self, group: _Group, before: Mapping[int, float], now: Mapping[int, float]

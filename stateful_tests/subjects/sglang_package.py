@@ -71,6 +71,8 @@ class Sglang:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         # Few runs are as long as what it is by default.
         os.environ.setdefault("SGLANG_SWA_EVICTION_INTERVAL", "1")
+        # As it is by default, and as is declared (``Semantics.preemption_room``).
+        os.environ["SGLANG_RETRACT_DECODE_STEPS"] = "20"
         logging.getLogger("sglang").setLevel(logging.CRITICAL)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -17,3 +17,9 @@ class SglangRadixSubject(SglangSubject):
 
     def part(self, node: Any, group: int) -> Any:
         return node
+
+    def _check_at_rest(self) -> None:
+        counted = self.tree.protected_size()
+        locked = sum([len(node.key) for node, _ in self.nodes(0) if node.lock_ref])
+        if counted != locked:
+            raise ValueError(f"{counted} tokens are counted as protected, and {locked} are locked")

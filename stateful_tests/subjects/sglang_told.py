@@ -9,8 +9,10 @@ How it differs, and what is made of it:
 
 * **Slots, not blocks.**  A row names a slot for each token.  A block is a page of slots, and a row
   whose slots are not those of whole pages is an error.  Page 0 is SGLang's dummy.
-* **Rows are a pool, too.**  That each is free or a running request's is seen to here: a view shows
-  no rows, so a lost one is an error.
+* **Rows are a pool, too.**  That each is free or one running request's is seen to here: a view
+  shows no rows, so a lost one is an error.
+* **What it counts as locked** no view shows either: it is compared with the locks when nothing
+  runs, as SGLang's own checks do.
 * **No reference counts.**  A page belongs to the tree, to one row, or to nobody.  Of a page in the
   tree the count is its node's ``lock_ref``, since a request locks the path that its row begins
   with; of a page that rows own, the number of those rows.
@@ -20,7 +22,8 @@ How it differs, and what is made of it:
 * **A checkpoint rewrites the row.**  Pages that the tree has already are freed, and the row names
   the tree's: the events are ``BlockMerged``.
 * **Whole leaves are evicted**, each told by an event, so an eviction may take more than was asked
-  for.  The room for a request is estimated, by up to two pages too many.  The order is that of the
+  for.  The room for a request is estimated, by up to two pages too many, and a retraction makes
+  room for 20 more tokens of each request that goes on.  The order is that of the
   tree's own times, which the view shows: a hit that ends within a node is a use of all of it.
   A node that is split has a head that is younger than the node before it; leaves go first.
 * **Nothing is fenced.**  Steps run in the order of one stream, and a request may end, be retracted
@@ -32,7 +35,7 @@ How it differs, and what is made of it:
   samples are separate requests.
 * ``computed`` in the view is the adapter's, since SGLang's scheduler keeps it, so comparing it says
   something of SGLang only at admissions.
-* The tree has no keys of pages: a page's key here is a digest of what stands on its path.
+* The tree has no keys of pages; those that are told are the adapter's (``sglang_keys``).
 """
 
 from __future__ import annotations
@@ -40,10 +43,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from array import array
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from functools import lru_cache
-from hashlib import blake2b
 from io import StringIO
 from itertools import groupby
 from typing import Any, Literal
@@ -81,6 +83,7 @@ from kvproof.invariants.outcomes import (
 )
 from kvproof.invariants.prompts import clip_media, prompt_tokens, sampled_tokens
 from kvproof.invariants.subject import Configuration, Semantics
+from kvproof.stateful_tests.subjects.sglang_keys import keys_of_pages
 from kvproof.stateful_tests.subjects.sglang_package import load_sglang
 from kvproof.stateful_tests.subjects.sglang_requests import Batch, SglangLive
 from kvproof.stateful_tests.subjects.sglang_view import SglangView
@@ -110,6 +113,7 @@ class SglangSubject(ToldCache[SglangLive]):
         exact_admission=True,
         exact_eviction=False,
         eviction_margin=2,
+        preemption_room=20,
         slots=False,
         swaps=False,
     )
@@ -129,15 +133,26 @@ class SglangSubject(ToldCache[SglangLive]):
         self._handlers[Decode] = self._decode
 
     def apply(self, operation: Operation) -> Outcome:
+        outcome = super().apply(operation)
+        self._look()
+        if not self.running:
+            self._quietly(self._check_at_rest)
+        return outcome
+
+    def _look(self) -> None:
+        """Raises ValueError where rows or nodes are not such as a view can show."""
+        used = Counter(live.request.kv.req_pool_idx for live in self.running)
+        used.update(self.rows.free_slots)
+        every = Counter(range(1, self.configuration.requests + 1))
+        if used != every:
+            wrong = sorted((used - every) | (every - used))
+            raise ValueError(f"rows {wrong} are neither free nor one running request's alone")
+        for live in self.running:
+            self.tables(live)
         self._node_of = [
             {page: node for node, pages in self.nodes(group) for page in pages}
             for group in self._groups
         ]
-        outcome = super().apply(operation)
-        free, running = self.rows.available_size(), len(self.running)
-        if free + running != self.configuration.requests:
-            raise ValueError(f"{free} rows are free while {running} requests run")
-        return outcome
 
     def view(self) -> SglangView:
         return self._view
@@ -151,6 +166,10 @@ class SglangSubject(ToldCache[SglangLive]):
     @abstractmethod
     def part(self, node: Any, group: int) -> Any:
         """What of a node has its slots and its locks."""
+
+    @abstractmethod
+    def _check_at_rest(self) -> None:
+        """Raises where SGLang's own books of its tree are wrong while nothing runs."""
 
     def free_pages(self, group: int) -> int:
         """As its scheduler counts them: free, or in the tree and not locked."""
@@ -191,6 +210,8 @@ class SglangSubject(ToldCache[SglangLive]):
         while stack:
             node = stack.pop()
             slots = self.part(node, group).value
+            if slots is not None and len(slots) != len(node.key):
+                raise ValueError(f"a node has {len(slots)} slots for {len(node.key)} tokens")
             found.append((node, [] if slots is None else self._pages(slots.tolist())))
             stack += node.children.values()
             if len(found) > self.configuration.blocks:
@@ -200,17 +221,7 @@ class SglangSubject(ToldCache[SglangLive]):
     def keys_in_tree(self, group: int) -> dict[int, bytes]:
         """Page by page what is findable, heads before their extensions."""
         size = self.configuration.block_size
-        keys: dict[int, bytes] = {}
-        last = {self.tree.root_node: b""}
-        for node, pages in self.nodes(group):
-            tokens, key = node.key.token_ids, last[node.parent]
-            key = key or _root_key(node.key.extra_key, node.key.cache_salt)
-            for row in range(len(tokens) // size):
-                key = _page_key(key, tokens[row * size : (row + 1) * size].tobytes())
-                if pages:
-                    keys[pages[row]] = key
-            last[node] = key
-        return keys
+        return keys_of_pages(self.tree.root_node, self.nodes(group), size)
 
     # -- admission ---------------------------------------------------------------------------------
 
@@ -266,7 +277,7 @@ class SglangSubject(ToldCache[SglangLive]):
             seq_lens=tensor([end]),
             seq_lens_cpu=tensor([end]),
         )
-        self._allocate(self._sglang.allocation.alloc_for_extend, batch)
+        self._quietly(self._sglang.allocation.alloc_for_extend, batch)
 
     def _step_on(self, lives: Sequence[SglangLive]) -> None:
         """A slot for one more token of each, as for a batch that decodes."""
@@ -280,7 +291,7 @@ class SglangSubject(ToldCache[SglangLive]):
             seq_lens=lengths,
             seq_lens_cpu=lengths,
         )
-        self._allocate(self._sglang.allocation.alloc_for_decode, batch, 1)
+        self._quietly(self._sglang.allocation.alloc_for_decode, batch, 1)
 
     def _batch(self, lives: Sequence[SglangLive], **fields: Any) -> Batch:
         return Batch(
@@ -290,9 +301,9 @@ class SglangSubject(ToldCache[SglangLive]):
             **fields,
         )
 
-    def _allocate(self, allocate: Callable[..., object], *arguments: object) -> None:
+    def _quietly(self, call: Callable[..., object], *arguments: object) -> None:
         with redirect_stdout(StringIO()):  # SGLang prints its tree before it raises
-            allocate(*arguments)
+            call(*arguments)
 
     def _grow(self, operation: Grow) -> Outcome:
         live = pick(self.running, operation.request)
@@ -476,14 +487,3 @@ class SglangSubject(ToldCache[SglangLive]):
             found = [now[page] for page in pages]
             self._events.append(BlocksPublished(group, live.number, new[0], pages, found))
         self._keys[group] = now
-
-
-@lru_cache(maxsize=1024)
-def _root_key(extra_key: str | None, cache_salt: str | None) -> bytes:
-    """Where the keys of a namespace start."""
-    return blake2b(repr((extra_key, cache_salt)).encode(), digest_size=16).digest()
-
-
-@lru_cache(maxsize=1 << 16)
-def _page_key(prefix: bytes, tokens: bytes) -> bytes:
-    return blake2b(prefix + tokens, digest_size=16).digest()

@@ -22,3 +22,6 @@ class SglangUnifiedSubject(SglangSubject):
 
     def part(self, node: Any, group: int) -> Any:
         return node.component(self._sglang.full)
+
+    def _check_at_rest(self) -> None:
+        self.tree.sanity_check()

@@ -213,11 +213,70 @@ def evicts_a_locked_leaf(original: Original) -> Original:
     return evict
 
 
+def evicts_a_leaf_though_there_is_room(original: Original) -> Original:
+    def evict_to_free_tokens(allocator: Any, tree: Any, tokens: int) -> None:
+        original(allocator, tree, max(tokens, allocator.available_size() + 1))
+
+    return evict_to_free_tokens
+
+
+def makes_room_for_nobody_when_it_retracts(original: Original) -> Original:
+    return lambda tree, tokens: original(tree, tokens + 20)
+
+
+def retracts_with_a_checkpoint(original: Original) -> Original:
+    """So the tree takes what is not computed."""
+    return lambda request, tree, *, checkpoint: original(request, tree, checkpoint=True)
+
+
+def keeps_what_is_behind_a_stop(original: Original) -> Original:
+    return lambda request: request.kv.kv_committed_len
+
+
+def counts_nothing_as_protected(original: Original) -> Original:
+    def inc_lock_ref(tree: Any, node: Any) -> Any:
+        counted = tree.protected_size_
+        done = original(tree, node)
+        tree.protected_size_ = counted
+        return done
+
+    return inc_lock_ref
+
+
+def matches_parts_of_pages(original: Original) -> Original:
+    return lambda key, other, offset, page_size=1: original(key, other, offset)
+
+
+def compares_no_tokens(original: Original) -> Original:
+    """Beyond the page by which a child is found."""
+
+    def match_at(key: Any, other: Any, offset: int, page_size: int = 1) -> int:
+        return min(len(key), len(other) - offset) // page_size * page_size
+
+    return match_at
+
+
+def leaves_all_slots_to_the_tail_it_splits_off(original: Original) -> Original:
+    def split_node(tree: Any, key: Any, child: Any, length: int) -> Any:
+        slots = child.value
+        head = original(tree, key, child, length)
+        child.value = slots
+        return head
+
+    return split_node
+
+
+def gives_back_another_row(original: Original) -> Original:
+    return lambda rows, indices: original(rows, [1] * len(indices))
+
+
 TREE = "sglang.srt.mem_cache.radix_cache.RadixCache"
 KEY = "sglang.srt.mem_cache.radix_cache.RadixKey"
 PAGES = "sglang.srt.mem_cache.allocator.PagedTokenToKVPoolAllocator"
+ALLOCATOR = "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator"
 ROWS = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool"
-REQUEST = "sglang.srt.managers.schedule_batch.Req"
+BATCH = "sglang.srt.managers.schedule_batch"
+REQUEST = f"{BATCH}.Req"
 COMMON = "sglang.srt.mem_cache.common"
 LRU = "sglang.srt.mem_cache.evict_policy.LRUStrategy"
 
@@ -247,6 +306,15 @@ MUTANTS = (
     Mutant(evicts_by_age, f"{LRU}.get_priority", {"ORDER"}),
     Mutant(forgets_that_a_hit_is_a_use, f"{TREE}._match_prefix_helper", {"ORDER"}),
     Mutant(evicts_a_locked_leaf, f"{TREE}.evict", {"PIN", "EXCL", "CONS"}),
+    Mutant(evicts_a_leaf_though_there_is_room, f"{ALLOCATOR}.evict_to_free_tokens", {"ORDER"}),
+    Mutant(makes_room_for_nobody_when_it_retracts, f"{BATCH}.evict_from_tree_cache", {"ORDER"}),
+    Mutant(retracts_with_a_checkpoint, f"{BATCH}.release_kv_cache", {"VALID"}),
+    Mutant(keeps_what_is_behind_a_stop, f"{REQUEST}.owned_kv_len", {"VALID"}),
+    Mutant(counts_nothing_as_protected, f"{TREE}.inc_lock_ref", {"CRASH"}),
+    Mutant(matches_parts_of_pages, f"{KEY}.match_at", {"CRASH"}),
+    Mutant(compares_no_tokens, f"{KEY}.match_at", {"PROV", "KEY", "CAP"}),
+    Mutant(leaves_all_slots_to_the_tail_it_splits_off, f"{TREE}._split_node", {"CRASH"}),
+    Mutant(gives_back_another_row, f"{ROWS}.free_rows", {"CRASH"}),
 )
 
 

@@ -5,6 +5,7 @@ Needs SGLang 0.5.23 in an environment of its own: `bash .ci/sglang-env FOLDER`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError
 from typing import Any
@@ -430,6 +431,42 @@ def test_a_row_that_is_not_of_whole_pages_is_an_error() -> None:
     subject.rows.req_to_token[subject.live[0].request.kv.req_pool_idx, 1] += 1
     with pytest.raises(ValueError, match="are not those of whole pages of 4"):
         subject.apply(Launch())
+
+
+@pytest.mark.parametrize(("free", "wrong"), [([], [1]), ([1, 2], [2]), ([0], [0, 1])])
+def test_a_row_that_is_not_one_request_s_alone_is_an_error(
+    free: list[int], wrong: list[int]
+) -> None:
+    subject = build(requests=2)
+    subject.apply(admit(5))
+    assert (subject.live[0].request.kv.req_pool_idx, subject.rows.free_slots) == (2, [1])
+    subject.rows.free_slots = free
+    with pytest.raises(ValueError, match=re.escape(f"rows {wrong} are neither free nor")):
+        subject.apply(Launch())
+
+
+def test_a_node_that_has_not_a_slot_for_each_token_is_an_error() -> None:
+    subject = build()
+    subject.apply(admit(8))
+    compute(subject)
+    (node,) = [node for node, _ in subject.nodes(0)]
+    part = subject.part(node, 0)
+    part.value = part.value[:4]
+    with pytest.raises(ValueError, match="a node has 4 slots for 8 tokens"):
+        subject.apply(Launch())
+
+
+def test_what_the_tree_counts_as_protected_is_compared_at_rest() -> None:
+    subject = build()
+    run_and_finish(subject, admit(4))
+    tree = subject.tree
+    if kind is SglangRadixSubject:
+        tree.protected_size_ += 4
+    else:
+        tree.tree_core.component_protected_size_[0] += 4
+    assert subject.apply(admit(8, 2)).status == "done"
+    with pytest.raises((ValueError, AssertionError), match="protected"):
+        subject.apply(Abort(0))
 
 
 # -- where SGLang is not to be had ---------------------------------------------------------------

@@ -116,6 +116,17 @@ def evicts_twice_as_much(original: Original) -> Original:
     return lambda tree, params: original(tree, replace(params, num_tokens=2 * params.num_tokens))
 
 
+def counts_nothing_as_protected(original: Original) -> Original:
+    def acquire(part: Any, *arguments: Any, **how: Any) -> Any:
+        counted = part.tree_core.component_protected_size_
+        before = counted[part.component_type]
+        done = original(part, *arguments, **how)
+        counted[part.component_type] = before
+        return done
+
+    return acquire
+
+
 TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore"
 FULL = "sglang.srt.mem_cache.unified_cache.components.full.FullComponent"
@@ -138,6 +149,7 @@ MUTANTS = (
     Mutant(evicts_by_age, f"{LRU}.get_priority", {"ORDER"}),
     Mutant(forgets_that_a_hit_is_a_use, f"{CORE}.match_prefix", {"ORDER"}),
     Mutant(evicts_twice_as_much, f"{TREE}.evict", {"ORDER"}),
+    Mutant(counts_nothing_as_protected, f"{FULL}.acquire_component_lock", {"CRASH"}),
 )
 
 

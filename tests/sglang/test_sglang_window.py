@@ -5,6 +5,7 @@ Needs SGLang 0.5.23 in an environment of its own: `bash .ci/sglang-env FOLDER`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -195,6 +196,42 @@ def frees_both_where_it_takes_the_window(original: Original) -> Original:
     return apply
 
 
+def counts_nothing_as_protected(original: Original) -> Original:
+    def acquire(part: Any, *arguments: Any, **how: Any) -> Any:
+        counted = part.tree_core.component_protected_size_
+        before = counted[part.component_type]
+        done = original(part, *arguments, **how)
+        counted[part.component_type] = before
+        return done
+
+    return acquire
+
+
+def takes_a_window_and_frees_no_duplicate(original: Original) -> Original:
+    def recover(part: Any, *, cache_actions: Any, **how: Any) -> None:
+        length = len(cache_actions)
+        original(part, cache_actions=cache_actions, **how)
+        cache_actions[length:] = [
+            action
+            for action in cache_actions[length:]
+            if type(action).__name__ != "FreeDeviceKVFullOnly"
+        ]
+
+    return recover
+
+
+def publishes_what_has_slid_away(original: Original) -> Original:
+    return lambda part, **how: original(part, **{**how, "window_start": 0})
+
+
+def evicts_everything_for_room(original: Original) -> Original:
+    def evict_for_alloc(tree: Any, params: Any) -> Any:
+        lacks = {"num_tokens": params.num_tokens, "swa_num_tokens": params.swa_num_tokens}
+        return original(tree, replace(params, **{name: n and 1 << 40 for name, n in lacks.items()}))
+
+    return evict_for_alloc
+
+
 def evicts_a_locked_window(original: Original) -> Original:
     """As if a list of candidates held those that are locked, too."""
 
@@ -205,6 +242,7 @@ def evicts_a_locked_window(original: Original) -> Original:
     return first
 
 
+TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 SWA = "sglang.srt.mem_cache.unified_cache.components.swa.SWAComponent"
 SLOTS = "sglang.srt.mem_cache.allocator.swa.SWATokenToKVPoolAllocator"
 LIST = "sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedLRUList"
@@ -226,6 +264,12 @@ MUTANTS = (
     Mutant(counts_nothing_evictable_less, f"{SWA}.evict_component", {"CONS"}),
     Mutant(forgets_what_stands_beside_what_it_takes, f"{SWA}._publish_window", {"CONS", "PROV"}),
     Mutant(frees_both_where_it_takes_the_window, f"{SWA}.apply_component_action", {"CONS", "PROV"}),
+    Mutant(counts_nothing_as_protected, f"{SWA}.acquire_component_lock", {"CRASH"}),
+    Mutant(
+        takes_a_window_and_frees_no_duplicate, f"{SWA}._recover_from_incoming", {"CONS", "CRASH"}
+    ),
+    Mutant(publishes_what_has_slid_away, f"{SWA}._clip_to_window", {"CONS", "KEY"}),
+    Mutant(evicts_everything_for_room, f"{TREE}.evict_for_alloc", {"ORDER"}),
     Mutant(evicts_a_locked_window, f"{LIST}.get_lru_no_lock", {"PIN", "CONS", "EXCL", "CRASH"}),
 )
 
