@@ -37,7 +37,7 @@ from kvproof.invariants.scheduling.vocabulary import (
     TransferQueued,
 )
 from kvproof.invariants.subject import Configuration
-from kvproof.invariants.verdict import Violation
+from kvproof.invariants.verdict import Violation, place
 
 SCHEDULING_OPERATIONS = tuple(
     [kind for kind in OPERATION_TYPES if kind.__name__.lower() in SCHEDULER_KINDS]
@@ -126,7 +126,7 @@ class SchedulingChecker:
             for handle in self._on_event[event.__class__]:
                 handle(event)
         except Exception as error:
-            self._explain_away(error)
+            self._explain_away(error, self.operations)
 
     def observe(self, operation: Operation, outcome: Outcome) -> Sequence[Violation]:
         """An operation of the scheduler has ended; new violations, if any."""
@@ -138,7 +138,7 @@ class SchedulingChecker:
             for conclude in self._concluding[kind]:
                 conclude(operation, outcome)
         except Exception as error:
-            self._explain_away(error)
+            self._explain_away(error, self.operations - 1)
         return self._stamped() if self.violations else ()
 
     def pass_over(self, kind: type[Operation]) -> None:
@@ -152,13 +152,13 @@ class SchedulingChecker:
             for check in self.checks:
                 check.audit()
         except Exception as error:
-            self._explain_away(error)
+            self._explain_away(error, self.operations - 1)
         return self._stamped() if self.violations else ()
 
-    def _explain_away(self, error: Exception) -> None:
+    def _explain_away(self, error: Exception, op: int) -> None:
         """After a violation the books may be wrong, and a check may stumble over them."""
         if not self.violations:
-            raise CheckerError(f"at operation {self.operations}: {error!r}") from error
+            raise CheckerError(f"{place(op)}: {error!r}") from error
 
     def _stamped(self) -> Sequence[Violation]:
         """The violations, each with the operation at which it was seen."""
