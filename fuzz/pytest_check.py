@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import pytest
 
 from kvproof.fuzz.campaign import Finding, Report, check_subject
 from kvproof.fuzz.cli.output import fresh_seed, replay_command, writable_folder
-from kvproof.fuzz.pytest_plugin import Options, SubjectItem
+from kvproof.fuzz.pytest_plugin import Options, SubjectItem, subject_of_options
 from kvproof.fuzz.verdicts import reachable_goals
 from kvproof.invariants.case import dump_case
 from kvproof.invariants.errors import InputError
@@ -49,23 +50,24 @@ def check_in_test(
     *,
     seconds: float | None = None,
     runs: int | None = None,
-    seed: str | None = None,
+    seed: str | int | None = None,
     **unknown: object,
 ) -> Report:
     """Check, note it in the test's properties, and fail or skip the test if there is reason to.
 
     ``seconds``, ``runs`` and ``seed`` stand above the options, these above the profile.
     """
-    if unknown or (seconds is not None and runs is not None):
-        given = f"not {', '.join(unknown)}" if unknown else "not both of seconds= and runs="
-        told = f"kvproof: kvproof_check takes seconds=, or runs=, and seed=; {given}"
+    __tracebackhide__ = True  # a skipped test is one of the user's, by file and line
+    wrong = ", ".join(f"not {word}" for word in unknown) or _wrong_budget(seconds, runs)
+    if wrong:
+        told = f"kvproof: kvproof_check takes seconds=, or runs=, and seed=; {wrong}"
         raise pytest.fail.Exception(told, pytrace=False)
     profile = PROFILES[options.profile]
     if seconds is None and runs is None:
         seconds = options.seconds
     if seconds is None and runs is None:
         seconds, runs = profile.seconds, profile.runs
-    seed = fresh_seed(seed or options.seed or profile.seed)
+    seed = fresh_seed((options.seed or profile.seed) if seed is None else str(seed))
     try:
         with _imports_as_before():
             report = _checked(_name_of(subject), seconds, runs, seed, options.out)
@@ -75,13 +77,24 @@ def check_in_test(
     here = item.config.invocation_params.dir
     item.user_properties += _properties(report, missed, options.profile, here)
     if report.finding is not None:
-        pytest.fail(_told(report, report.finding, item, here), pytrace=False)
+        pytest.fail(_told(report, report.finding, item, options), pytrace=False)
     if report.verdict == "unknown":
         text = f"the verdict is unknown: nothing was violated, but {_reasons(report)}"
         if (options.unknown or profile.unknown) == "skip":
             pytest.skip(text)
         pytest.fail(f"{text}\n{_MORE}", pytrace=False)
     return report
+
+
+def _wrong_budget(seconds: float | None, runs: int | None) -> str:
+    """Why there is no such budget; empty if there is."""
+    if seconds is not None and runs is not None:
+        return "not both of seconds= and runs="
+    if seconds is not None and not 0 < seconds < math.inf:
+        return f"seconds={seconds} is no number of seconds above 0"
+    if runs is not None and runs < 1:
+        return f"runs={runs} is none at all"
+    return ""
 
 
 def _checked(subject: str, seconds: float | None, runs: int | None, seed: str, out: Path) -> Report:
@@ -150,7 +163,7 @@ def _properties(
 # -- what is told ----------------------------------------------------------------------------------
 
 
-def _told(report: Report, finding: Finding, item: pytest.Item, here: Path) -> str:
+def _told(report: Report, finding: Finding, item: pytest.Item, options: Options) -> str:
     lines = dump_case(finding.case).splitlines()
     if len(lines) > _SHOWN_CASE_LINES:
         lines[_SHOWN_CASE_LINES:] = [f"… {len(lines) - _SHOWN_CASE_LINES} more lines"]
@@ -163,29 +176,56 @@ def _told(report: Report, finding: Finding, item: pytest.Item, here: Path) -> st
             "",
             f"Found by the {finding.driver} in a run of {counted(finding.found_ops, 'operation')}"
             + (f", shrunk to {ops}." if ops < finding.found_ops else "."),
-            *_written(finding, report.subject, here),
-            f"  search again:  pytest {_named(item)} --kvproof-seed {quote(report.seed)}",
+            *_written(finding, report.subject, item),
+            f"  search again:  {_search(report, item, options)}",
         ]
     )
 
 
-def _written(finding: Finding, subject: str, here: Path) -> list[str]:
+def _written(finding: Finding, subject: str, item: pytest.Item) -> list[str]:
     """What to do with the files, if there are any."""
     if not finding.files:
         return [f"  nothing was written: {finding.unwritten}"]
+    here = item.config.invocation_params.dir
     case, test, log = (_seen_from(here, path) for path in finding.files)
     path = _path_of(subject, here)
     return [
         f"  what was done, line by line:  {log}",
         f"  replay:  {path}{replay_command(case, subject)}",
-        f"  as a test:  {path}pytest {quote(str(test))}",
+        f"  as a test:  {path}{_pytest(item.config)} {quote(str(test))}",
     ]
 
 
-def _named(item: pytest.Item) -> str:
+def _search(report: Report, item: pytest.Item, options: Options) -> str:
+    """The command that does this check again: where pytest was started, and as it was."""
+    config = item.config
+    here = config.invocation_params.dir
+    words = [_pytest(config), *_named(item, here), "--kvproof-profile", options.profile]
+    if config.getoption("kvproof_seconds"):
+        words += "--kvproof-seconds", f"{options.seconds:g}"
+    words += "--kvproof-seed", quote(report.seed)
+    return _environment_of(report.subject, here) + " ".join(words)
+
+
+def _named(item: pytest.Item, here: Path) -> Iterator[str]:
+    """What makes pytest do this one: not a whole file, or all that the options name."""
     if isinstance(item, SubjectItem):
-        return f"--kvproof --kvproof-subject {quote(item.name)}"
-    return quote(item.nodeid)
+        yield "--kvproof"
+        subject: str | None = item.name
+    else:
+        _, *inside = item.nodeid.split("::", 1)
+        yield quote("::".join([os.path.relpath(item.path, here), *inside]))
+        subject = subject_of_options(item)
+    if subject is not None:
+        yield f"--kvproof-subject {quote(subject)}"
+
+
+def _pytest(config: pytest.Config) -> str:
+    """As it was started: ``python -m pytest`` finds modules where ``pytest`` does not."""
+    started = getattr(config, "workerinput", {}).get("mainargv", sys.argv)[0]
+    if Path(started).parts[-2:] == ("pytest", "__main__.py"):
+        return f"{quote(sys.orig_argv[0])} -m pytest"
+    return "pytest"
 
 
 def _reasons(report: Report) -> str:
@@ -202,12 +242,25 @@ def _seen_from(here: Path, path: Path) -> Path:
 
 def _path_of(subject: str, here: Path) -> str:
     """``PYTHONPATH=FOLDER `` if the user's module is found by pytest, but not from here."""
+    folder = _folder_of(subject)
+    if folder in (None, here):
+        return ""
+    return _environment_of(subject, here) or f"PYTHONPATH={quote(str(_seen_from(here, folder)))} "
+
+
+def _environment_of(subject: str, here: Path) -> str:
+    """``PYTHONPATH=… ``, as it is set, if the user's module is found by it."""
+    path = os.environ.get("PYTHONPATH", "")
+    folders = [Path(os.path.abspath(here / folder)) for folder in path.split(os.pathsep) if folder]
+    return f"PYTHONPATH={quote(path)} " if _folder_of(subject) in folders else ""
+
+
+def _folder_of(subject: str) -> Path | None:
+    """From where the user's module is imported; None if it is installed, or kvproof's."""
     name = subject.rpartition(":")[0].rpartition(":")[2]
     file = getattr(sys.modules.get(name), "__file__", None)
     if file is None:
-        return ""
+        return None
     path = Path(file).parent if Path(file).name == "__init__.py" else Path(file)
     folder = path.parents[name.count(".")]
-    if folder == here or "site-packages" in folder.parts:
-        return ""
-    return f"PYTHONPATH={quote(str(_seen_from(here, folder)))} "
+    return None if "site-packages" in folder.parts else folder

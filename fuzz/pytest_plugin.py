@@ -55,7 +55,7 @@ class Check(Protocol):
         *,
         seconds: float | None = None,
         runs: int | None = None,
-        seed: str | None = None,
+        seed: str | int | None = None,
     ) -> Report: ...
 
 
@@ -73,6 +73,7 @@ def kvproof_check(request: pytest.FixtureRequest) -> Check:
     def check(subject: object, **budget: Any) -> Report:
         from kvproof.fuzz.pytest_check import check_in_test
 
+        __tracebackhide__ = True
         return check_in_test(request.node, subject, request.config.stash[OPTIONS], **budget)
 
     return check
@@ -103,6 +104,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     subjects = metafunc.config.stash[OPTIONS].subjects
     if _NAMED in metafunc.fixturenames and subjects:
         metafunc.parametrize(_NAMED, subjects, indirect=True)
+
+
+def subject_of_options(item: pytest.Item) -> str | None:
+    """The --kvproof-subject that the test is given by turns, if it is."""
+    turns = getattr(item, "callspec", None)
+    return turns.params.get(_NAMED) if turns and item.config.getoption("kvproof_subject") else None
 
 
 # -- tests without a line of the user's ------------------------------------------------------------

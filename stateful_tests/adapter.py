@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
+from kvproof.invariants.errors import InputError
 from kvproof.invariants.events import (
     BlocksAllocated,
     BlocksEvicted,
@@ -64,6 +65,11 @@ from kvproof.invariants.prompts import clip_media, prompt_tokens, sampled_tokens
 from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.invariants.view import Standing
 from kvproof.stateful_tests.shapes import counts_of, entries_of, ids_of, index_of
+
+_BEYOND = ("groups", "shared_pool", "block_sizes", "states", "tiers")
+"""Words for what an Adapter has not …"""
+_SHOWN = ("exports", "exports_per_request")
+"""… and for what its view does not show."""
 
 
 class Refused(Exception):
@@ -227,6 +233,13 @@ class Adapter(ABC):
         return [request for request in self.requests.values() if not request.running]
 
     def view(self) -> AdapterView:
+        """Raises InputError for a declared word that no Adapter can keep to."""
+        own = type(self).view is not Adapter.view
+        for word in _BEYOND if own else (*_BEYOND, *_SHOWN):
+            said = getattr(self.semantics, word)
+            if said != getattr(Semantics(), word):
+                lacking = "is not with Adapter" if word in _BEYOND else "needs a view() of your own"
+                raise InputError(f"{word}={said!r} {lacking}: see docs/adapters.md")
         return AdapterView(self)
 
     def drain_events(self) -> Sequence[Event]:

@@ -395,6 +395,14 @@ def _judge_life(
     told = [(type(event), _named(event)) for event in events if type(event) in life]
     expected = [] if kind is None else [(kind, name) for name in about]
     for one in expected:
+        instead = [other[1] for other in told if other[0] is one[0] and other not in expected]
+        if one not in told and instead:
+            named = "no request" if one[1] is None else f"{one[1]}"
+            raise Lied(
+                "answer",
+                f"{kind_of(operation)} was done, and {one[0].__name__} was told of {instead[0]}, "
+                f"but the answer names {named}",
+            )
         if told.count(one) != 1:
             whose = "" if one[1] is None else f" of {one[1]}"
             raise Lied(

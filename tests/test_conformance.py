@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from ast import literal_eval
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from kvproof.fuzz.conformance import RUNS, assert_conforms, examine
+from kvproof.fuzz.conformance import RUNS, _other_words, assert_conforms, examine
 from kvproof.fuzz.faults import fault_by_id
 from kvproof.invariants.events import (
     BlocksAllocated,
@@ -26,6 +29,7 @@ from kvproof.invariants.operations import (
     Admit,
     Evict,
     Finish,
+    Fork,
     Grow,
     Launch,
     Operation,
@@ -33,8 +37,8 @@ from kvproof.invariants.operations import (
     Retire,
     Segment,
 )
-from kvproof.invariants.outcomes import NO_FREE_BLOCKS, SKIPPED, Outcome
-from kvproof.invariants.subject import Configuration
+from kvproof.invariants.outcomes import BLOCKS_IN_USE, NO_FREE_BLOCKS, SKIPPED, Outcome
+from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.invariants.view import Standing
 from kvproof.stateful_tests.adapter import Adapter, Part, Refused, Request
 from kvproof.stateful_tests.examples.nano_subject import NanoSubject
@@ -58,6 +62,7 @@ HONEST = (
 def test_an_honest_adapter_passes(name: str) -> None:
     examination = examine(subject_factory(name))
     assert examination.told is None
+    assert examination.unsure == ""
     assert examination.violation is None
     assert examination.operations > 1000
 
@@ -147,6 +152,17 @@ class NamesTheNext(Liar):
         if isinstance(operation, Finish):
             operation = Finish(operation.request + 1)
         return super().apply(operation)
+
+
+class NamesNobody(Liar):
+    def answer(self, operation: Operation, outcome: Outcome) -> Outcome:
+        return replace(outcome, request=None) if isinstance(operation, Admit) else outcome
+
+
+class NamesOtherChildren(Liar):
+    def answer(self, operation: Operation, outcome: Outcome) -> Outcome:
+        forked = [child + 1 for child in outcome.children]
+        return replace(outcome, children=forked) if isinstance(operation, Fork) else outcome
 
 
 class AnswersTrue(Liar):
@@ -300,6 +316,16 @@ class KeepsAReserve(Template):
         return super().admit(request)
 
 
+class EvictsMore(Template):
+    def evict(self, blocks: int) -> None:
+        super().evict(2 * blocks)
+
+
+class NeverPublishes(Template):
+    def publish(self, request: Request) -> None:
+        pass
+
+
 class HitsNothing(Template):
     def __init__(self, configuration: Configuration) -> None:
         super().__init__(configuration)
@@ -323,12 +349,15 @@ class ChangesWhatItRefuses(Template):
             raise
 
 
-class DeclaresFences(Template):
-    """In an instance, since a class of Adapter never does."""
+def says(base: Any, **words: Any) -> Any:
+    """The same in each instance: of an engine, and where a class of Adapter may not say so."""
 
-    def __init__(self, configuration: Configuration) -> None:
-        super().__init__(configuration)
-        self.semantics = replace(self.semantics, fences_releases=True)
+    class Says(base):  # type: ignore[misc]
+        def __init__(self, configuration: Configuration) -> None:
+            super().__init__(configuration)
+            self.semantics = replace(self.semantics, **words)
+
+    return Says
 
 
 @dataclass(frozen=True)
@@ -361,6 +390,10 @@ LYING = {
     "counts one more": Lying(CountsOneMore, "answer", "count"),
     "claims hits": Lying(ClaimsHits, "answer", "cached_tokens"),
     "names the next": Lying(NamesTheNext, "answer", "candidates"),
+    "names nobody": Lying(
+        NamesNobody, "answer", "RequestAdmitted was told of 0, but the answer names no request"
+    ),
+    "names other children": Lying(NamesOtherChildren, "answer", "RequestForked was told of "),
     "answers true": Lying(AnswersTrue, "answer", "Outcome"),
     "refuses afterwards": Lying(RefusesAfterwards, "refusal"),
     "never forks": Lying(NeverForks, "never-done", "fork"),
@@ -375,9 +408,28 @@ LYING = {
     "counts what is launched": Lying(shows(CountsWhatIsLaunched), "standing"),
     "no steps": Lying(shows(NoSteps), "steps"),
     "changes what it refuses": Lying(ChangesWhatItRefuses, "refusal", "BlocksEvicted"),
-    "publishes early": Lying(PublishesAtAllocation, "semantics", "'at_allocation'"),
+    "publishes early": Lying(PublishesAtAllocation, "semantics", "publishes='after_compute'"),
+    "denies that it publishes early": Lying(
+        declares(PublishesAtAllocation, publishes="lazily"), "semantics", "publishes='lazily'"
+    ),
+    "publishes nothing": Lying(
+        declares(NeverPublishes, publishes="at_release"), "semantics", "publishes='at_release'"
+    ),
     "releases head first": Lying(ReleasesHeadFirst, "semantics", "release_order='tail_first'"),
     "evicts the newest": Lying(EvictsTheNewest, "semantics", "eviction_order='lru'"),
+    "evicts the newest, whatever is configured": Lying(
+        declares(EvictsTheNewest, eviction_order="configured"),
+        "semantics",
+        "eviction_order='configured'",
+    ),
+    "evicts more": Lying(EvictsMore, "semantics", "exact_eviction=True"),
+    "keeps what is behind a window": Lying(
+        declares(Template, windows=(4,)), "semantics", "windows_lag=False"
+    ),
+    "forks late": Lying(says(EngineSubject, forks_early=True), "semantics", "forks_early=True"),
+    "waits for a step": Lying(
+        declares(Template, stream_order=True), "semantics", "stream_order=True"
+    ),
     "keeps a reserve": Lying(KeepsAReserve, "semantics", "exact_admission=True"),
     "denies its reserve": Lying(
         declares(KeepsAReserve, exact_admission=False, keeps_room=False),
@@ -390,7 +442,12 @@ LYING = {
         "shorter_hits=False",
     ),
     "ignores the budget": Lying(IgnoresTheBudget, "semantics", "chunks=True"),
-    "does not fence": Lying(DeclaresFences, "semantics", "fences_releases=True"),
+    "does not fence": Lying(
+        says(Template, fences_releases=True), "semantics", "fences_releases=True"
+    ),
+    "fences": Lying(
+        says(EngineSubject, fences_releases=False), "semantics", "fences_releases=False"
+    ),
     "serves others first": Lying(
         declares(NanoSubject, oldest_first=True), "semantics", "oldest_first=True", 10, runs=160
     ),
@@ -427,7 +484,106 @@ def test_the_run_names_the_subject_so_that_a_replay_finds_it() -> None:
 def test_what_was_never_done_is_told_with_the_runs_that_were_made() -> None:
     told = examine(DoesNothing, runs=7).told
     assert told is not None
-    assert "never done in 7 runs and, in search of it, 14 more: " in told.lie.message
+    assert "never done in 7 runs and, in search of it, 63 more: admit, " in told.lie.message
+    assert "reset" not in told.lie.message, "too seldom tried to tell"
+
+
+def test_what_was_tried_too_seldom_is_no_lie_but_unknown() -> None:
+    examination = examine(Template, runs=1)
+    assert (examination.told, examination.violation) == (None, None)
+    assert examination.unsure == (
+        "never done in 1 run and, in search of it, 9 more, but tried too seldom to tell whether "
+        "it can be: reset (11 times)"
+    )
+    with pytest.raises(AssertionError, match=r"is unknown: never done in 1 run .*reset \(11 times"):
+        assert_conforms(Template, runs=1)
+    assert examine(Template, runs=3).unsure == ""
+
+
+class NeverResets(Template):
+    def reset(self) -> None:
+        raise Refused(BLOCKS_IN_USE)
+
+
+def test_what_is_always_refused_is_a_lie_once_it_was_tried_often_enough() -> None:
+    told = examine(NeverResets).told
+    assert told is not None
+    assert told.lie.kind == "never-done"
+    assert told.lie.message.endswith(" more: reset")
+
+
+# -- words, and what the page says of them ---------------------------------------------------------
+
+PAGE = (Path(__file__).parent.parent / "docs" / "adapters.md").read_text(encoding="utf-8")
+
+
+def words_of_page(row: str) -> str:
+    """The second cell of that row."""
+    (line,) = [line for line in PAGE.splitlines() if line.startswith(f"| {row} |")]
+    return line.split("|")[2]
+
+
+def of_page(row: str) -> dict[str, object]:
+    """What that row lists: ``word='value'``, each with its value."""
+    listed = [text.partition("=") for text in re.findall(r"`(\w+=[^`]+)`", words_of_page(row))]
+    return {f"{word}={literal_eval(said)!r}": literal_eval(said) for word, _, said in listed}
+
+
+def test_each_word_that_the_page_calls_demanded_is_found_where_it_is_not_kept() -> None:
+    shown = {lying.says for lying in LYING.values() if lying.kind == "semantics"}
+    assert {*of_page("demanded")} == shown
+
+
+_BESIDE: dict[str, dict[str, object]] = {
+    "shorter_hits": {"exact_admission": False},
+    "keeps_room": {"exact_admission": False},
+    "windows_lag": {"windows": (4,)},
+    "eviction_margin": {"exact_eviction": False},
+    "preemption_room": {"exact_eviction": False},
+}
+"""What a word needs beside it to mean something."""
+_OF_TIERS = ("exact_tiers", "disk_survives", "tier_bytes", "host_order", "disk_order")
+
+
+@pytest.mark.parametrize("said", of_page("excuses"))
+def test_a_word_that_the_page_calls_an_excuse_is_found_by_nobody(said: str) -> None:
+    """Declared of an engine that keeps more."""
+    word = said.partition("=")[0]
+    base = EngineSubject if word in _OF_TIERS else Template
+    words = {word: of_page("excuses")[said], **_BESIDE.get(word, {})}
+    examination = examine(says(base, **words), runs=3)
+    assert (examination.told, examination.violation) == (None, None)
+
+
+def test_the_page_tells_of_each_word_what_becomes_of_it() -> None:
+    told = "".join(map(words_of_page, ("demanded", "excuses", "shape", "drawn")))
+    assert {*re.findall(r"`(\w+)[=`]", told)} == {*Semantics.__struct_fields__}
+
+
+# -- words that do not fit each other --------------------------------------------------------------
+
+
+class DeclaresStates(EngineSubject):
+    """As an engine with states does; what is found in this one goes away with no other word."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        super().__init__(configuration)
+        self.semantics = replace(
+            self.semantics,
+            windows=(2,),
+            states=(0,),
+            stream_order=True,
+            exact_admission=False,
+        )
+
+
+def test_a_word_that_cannot_be_another_beside_the_rest_is_passed_over() -> None:
+    examination = examine(DeclaresStates)
+    assert examination.told is None, examination.told
+    assert examination.violation is not None
+    tried = {word for word, _, _ in _other_words(DeclaresStates(Configuration()).semantics)}
+    assert "eviction_order" in tried
+    assert not tried & {"stream_order", "exact_admission"}
 
 
 class EvictsWhatIsEmpty(Template):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -58,6 +59,10 @@ class LeakyCache(EngineSubject):
 LEAKY, MINE = "my_engine.kv:LeakyCache", "my_engine.kv:MyCache"
 TWO_LINES = "def test_cache(kvproof_check):\n    kvproof_check({subject!r})\n"
 OF_FIXTURE = "def test_it(kvproof_check, kvproof_subject):\n    kvproof_check(kvproof_subject)\n"
+IMPORTS_IT = (
+    "from my_engine.kv import LeakyCache\n"
+    "def test_it(kvproof_check):\n    kvproof_check(LeakyCache)\n"
+)
 QUICK = "def test_cache(kvproof_check):\n    kvproof_check({subject!r}, runs=1)\n"
 """So little that the verdict is unknown."""
 
@@ -152,6 +157,11 @@ def commands(out: str) -> dict[str, str]:
     return dict(re.findall(r"^  ([a-z ]+):  (.+)$", out, re.MULTILINE))
 
 
+def arguments_of(command: str) -> list[str]:
+    """Those that it gives to pytest."""
+    return shlex.split(command.partition("pytest ")[2])
+
+
 KVPROOF = "import sys; sys.argv[0] = 'kvproof'; from kvproof.fuzz.cli import main; main()"
 PYTEST = "import pytest; raise SystemExit(pytest.console_main())"
 
@@ -186,8 +196,88 @@ def test_what_is_told_to_do_shows_the_failure_again(
         )
         assert done.returncode == 1, (command, done.stdout, done.stderr)
         assert "gave back blocks []" in done.stdout
-    again = run(pytester, *told["search again"].split()[1:])
+    again = run(pytester, *arguments_of(told["search again"]))
     assert commands(again.stdout.str()) == told
+
+
+def found_again(pytester: pytest.Pytester, *command: str, cwd: str = ".", path: str = "") -> str:
+    """Runs pytest as a user types it, and what it says to type for more; that is the answer.
+
+    Nothing of the user's is on the path but ``path``.
+    """
+    installed = os.environ["PYTHONPATH"].split(os.pathsep)[1:]
+    folder = pytester.path / cwd
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, [path]), *installed])}
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1, (done.stdout, done.stderr)
+    told = commands(done.stdout)["search again"]
+    environment["PYTHONPATH"] = os.pathsep.join(installed)  # as in a new terminal
+    again = subprocess.run(
+        ["sh", "-c", told.replace("pytest ", "pytest -p no:cacheprovider ", 1)],
+        cwd=folder,
+        env={**environment, "PATH": f"{pytester.path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert again.returncode == 1, (told, again.stdout, again.stderr)
+    assert commands(again.stdout)["search again"] == told
+    return told
+
+
+@pytest.fixture
+def typed(pytester: pytest.Pytester) -> list[str]:
+    """The command pytest, by which the folder where it is started is not on the path."""
+    (pytester.path / "pytest").write_text(f'#!/bin/sh\nexec {sys.executable} -Pc "{PYTEST}" "$@"\n')
+    (pytester.path / "pytest").chmod(0o755)
+    return [str(pytester.path / "pytest")]
+
+
+def test_a_search_of_a_subject_of_the_options_names_it(
+    pytester: pytest.Pytester, typed: list[str]
+) -> None:
+    pytester.makepyfile(test_it=OF_FIXTURE)
+    told = found_again(
+        pytester, *typed, "--kvproof-subject", MINE, "--kvproof-subject", LEAKY, "-k", "Leaky"
+    )
+    assert told.startswith(f"pytest 'test_it.py::test_it[{LEAKY}]' --kvproof-subject {LEAKY} ")
+
+
+def test_a_search_goes_on_as_long_as_it_did(pytester: pytest.Pytester, typed: list[str]) -> None:
+    pytester.makepyfile(test_it=TWO_LINES.format(subject=LEAKY))
+    told = found_again(pytester, *typed, "--kvproof-profile", "ci")
+    assert told == "pytest test_it.py::test_cache --kvproof-profile ci --kvproof-seed 0"
+    told = found_again(pytester, *typed, "--kvproof-seconds", "30")
+    assert "::test_cache --kvproof-profile dev --kvproof-seconds 30 --kvproof-seed " in told
+
+
+def test_a_search_is_of_the_place_where_it_was_started(
+    pytester: pytest.Pytester, typed: list[str]
+) -> None:
+    write(pytester, "tests/test_it.py", TWO_LINES.format(subject=LEAKY))
+    pytester.makeini("[pytest]\npythonpath = .\n")
+    told = found_again(pytester, *typed, "test_it.py", cwd="tests")
+    assert told.startswith("pytest test_it.py::test_cache ")
+
+
+def test_a_search_has_the_path_that_it_had(pytester: pytest.Pytester, typed: list[str]) -> None:
+    write(pytester, "tests/test_it.py", IMPORTS_IT)
+    told = found_again(pytester, *typed, "tests", path=str(pytester.path))
+    assert told.startswith(f"PYTHONPATH={pytester.path}")
+    assert " pytest tests/test_it.py::test_it " in told
+
+
+def test_a_search_is_started_as_it_was(pytester: pytest.Pytester) -> None:
+    write(pytester, "tests/test_it.py", IMPORTS_IT)
+    told = found_again(pytester, sys.executable, "-m", "pytest", "tests")
+    assert told.startswith(f"{sys.executable} -m pytest tests/test_it.py::test_it ")
 
 
 @pytest.mark.parametrize(
@@ -207,6 +297,8 @@ def test_an_unknown_verdict(
     result = run(pytester, *arguments, "-rs", "--junitxml", "junit.xml")
     result.assert_outcomes(**{outcome: 1})
     assert "the verdict is unknown: nothing was violated, but operation " in result.stdout.str()
+    if outcome == "skipped":
+        result.stdout.fnmatch_lines(["SKIPPED [[]1[]] test_it.py:2: the verdict is unknown: *"])
     assert result.stdout.str().count("never succeeded") + 1 < 10, "some reasons, not dozens"
     told = properties_of(pytester.path / "junit.xml")["test_it.test_cache"]
     assert told["kvproof.verdict"] == "unknown"
@@ -254,9 +346,9 @@ def test_a_test_of_each_subject_is_added(pytester: pytest.Pytester) -> None:
     result.assert_outcomes(failed=1, deselected=1)
     told = properties_of(pytester.path / "junit.xml")
     assert told[f"kvproof.{LEAKY}"]["kvproof.property"] == "REF"
-    again = commands(result.stdout.str())["search again"]
-    assert again.startswith(f"pytest --kvproof --kvproof-subject {LEAKY} --kvproof-seed ")
-    assert run(pytester, *again.split()[1:]).ret == 1
+    again = arguments_of(commands(result.stdout.str())["search again"])
+    assert again[:4] == ["--kvproof", "--kvproof-subject", LEAKY, "--kvproof-profile"]
+    assert run(pytester, *again).ret == 1
 
 
 @pytest.mark.parametrize(
@@ -290,6 +382,9 @@ def test_a_wrong_subject_of_a_test_is_one_line(
     [
         ("seconds=1, runs=5", "not both of seconds= and runs="),
         ("second=1", "not second"),
+        ("seconds=-1", "seconds=-1 is no number of seconds above 0"),
+        ("seconds=float('nan')", "seconds=nan is no number of seconds above 0"),
+        ("runs=0", "runs=0 is none at all"),
     ],
 )
 def test_a_wrong_budget_of_a_test_is_one_line(
@@ -356,14 +451,14 @@ def test_options_stand_above_the_ini_file_and_below_the_test(pytester: pytest.Py
     )
     pytester.makepyfile(
         f"def test_ini(kvproof_check):\n    kvproof_check({MINE!r})\n"
-        f"def test_own(kvproof_check):\n    kvproof_check({LEAKY!r}, seed='4', runs=50)\n"
+        f"def test_own(kvproof_check):\n    kvproof_check({LEAKY!r}, seed=0, runs=50)\n"
     )
     result = run(pytester)
     result.assert_outcomes(skipped=1, failed=1)
-    result.stdout.fnmatch_lines(["*::test_ini: UNKNOWN*, seed 3", "*::test_own: FAIL*, seed 4"])
+    result.stdout.fnmatch_lines(["*::test_ini: UNKNOWN*, seed 3", "*::test_own: FAIL*, seed 0"])
     assert len(list((pytester.path / "kept").iterdir())) == 3
     result = run(pytester, "--kvproof-seed", "5", "--kvproof-out", "elsewhere")
-    result.stdout.fnmatch_lines(["*::test_ini: UNKNOWN*, seed 5", "*::test_own: FAIL*, seed 4"])
+    result.stdout.fnmatch_lines(["*::test_ini: UNKNOWN*, seed 5", "*::test_own: FAIL*, seed 0"])
     assert len(list((pytester.path / "elsewhere").iterdir())) == 3
 
 

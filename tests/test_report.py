@@ -686,6 +686,12 @@ def test_exit_codes_are_those_of_the_verdict(tmp_path: Path, reached: bool, code
     assert ("because engine: nothing was run" in result.output) != reached
 
 
+def test_a_campaign_that_there_is_not_is_what_is_missing(tmp_path: Path) -> None:
+    result = kvproof_report(tmp_path / "nope")
+    assert isinstance(result.exception, InputError)
+    assert str(result.exception) == f"{tmp_path / 'nope'}: there is no such campaign's folder"
+
+
 def test_without_the_extra_it_says_what_to_install(
     shards: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

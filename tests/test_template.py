@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvproof.fuzz.campaign import check_subject
 from kvproof.fuzz.conformance import RUNS
-from kvproof.fuzz.search import search
+from kvproof.fuzz.search import abilities, search
+from kvproof.fuzz.swarm import draw_run
 from kvproof.fuzz.verdicts import judge
+from kvproof.invariants.errors import InputError
 from kvproof.invariants.events import (
     BlocksAllocated,
     BlocksEvicted,
@@ -57,7 +60,8 @@ from kvproof.invariants.outcomes import (
 )
 from kvproof.invariants.subject import Configuration, Semantics, Subject
 from kvproof.invariants.view import View
-from kvproof.stateful_tests.adapter import Adapter, Refused, Request
+from kvproof.stateful_tests.adapter import Adapter, AdapterView, Refused, Request
+from kvproof.stateful_tests.conformance import Witness
 from kvproof.stateful_tests.examples import template
 from kvproof.stateful_tests.examples.template import Template
 from kvproof.stateful_tests.examples.tiny_cache import Cache
@@ -349,6 +353,47 @@ def test_words_that_no_adapter_keeps_need_not_be_written() -> None:
     assert Says.semantics == expected
 
 
+BEYOND: dict[str, dict[str, Any]] = {
+    "groups=2 is not with Adapter": {"groups": 2},
+    "shared_pool=True is not with Adapter": {"shared_pool": True},
+    "block_sizes=(8,) is not with Adapter": {"block_sizes": (8,)},
+    "tiers=True is not with Adapter": {"tiers": True},
+    "states=(0,) is not with Adapter": {
+        "states": (0,),
+        "windows": (2,),
+        "stream_order": True,
+        "exact_admission": False,
+    },
+    "exports=('free',) needs a view() of your own": {"exports": ("free",)},
+    "exports_per_request=('x',) needs a view() of your own": {"exports_per_request": ("x",)},
+}
+
+
+@pytest.mark.parametrize("told", BEYOND)
+def test_a_word_that_no_adapter_can_keep_to_is_bad_input(told: str) -> None:
+    class Promises(Template):
+        semantics = replace(Template.semantics, **BEYOND[told])
+
+    for driven in (Harness, Witness):
+        with pytest.raises(InputError, match=f"^{re.escape(told)}: see docs/adapters.md$"):
+            driven(Promises(Configuration()))
+
+
+def test_an_adapter_may_show_metrics_in_a_view_of_its_own() -> None:
+    class Counts(AdapterView):
+        def metrics(self) -> dict[str, int]:
+            return {"free": self.free_count(0)}
+
+    class Exports(Template):
+        semantics = replace(Template.semantics, exports=("free",))
+
+        def view(self) -> AdapterView:
+            super().view()
+            return Counts(self)
+
+    assert Exports(Configuration(blocks=7)).view().metrics() == {"free": 7}
+
+
 # -- the page --------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).parent.parent
@@ -398,3 +443,6 @@ def test_links_of_the_page_lead_somewhere() -> None:
 def test_figures_of_the_page() -> None:
     assert f"template.py), {len(Path(template.__file__).read_text().splitlines())} lines" in PAGE
     assert f"It draws {RUNS} runs" in PAGE
+    able = abilities(Template)
+    blocks = [draw_run(f"page/{number}", able).configuration.blocks for number in range(1000)]
+    assert f"pools of {min(blocks)} to {max(blocks)} blocks" in PAGE

@@ -11,15 +11,17 @@ import typer
 from rich.markup import escape
 
 from kvproof.fuzz.cli.output import (
-    EXIT_CODES,
     JsonOption,
     console,
+    finish,
     print_json,
     replay_command,
+    show_verdict,
     writable_file,
 )
-from kvproof.fuzz.conformance import RUNS, Examination, examine
+from kvproof.fuzz.conformance import RUNS, SEED, Examination, examine
 from kvproof.invariants.case import dump_case, save_case
+from kvproof.invariants.verdict import Verdict, tallied
 from kvproof.stateful_tests.subjects import subject_factory
 
 
@@ -28,7 +30,7 @@ def conformance(
         str, typer.Option(help="A name, or MODULE:CLASS of your own; as for kvproof check.")
     ],
     runs: Annotated[int, typer.Option(min=1, help="Drawn runs; each is done twice.")] = RUNS,
-    seed: Annotated[str, typer.Option(help="Where random choices start.")] = "conformance",
+    seed: Annotated[str, typer.Option(help="Where random choices start.")] = SEED,
     out: Annotated[
         Path | None, typer.Option(help="File for the run that shows the lie: a case.")
     ] = None,
@@ -49,16 +51,22 @@ def conformance(
     if as_json:
         print_json(_fields(subject, result))
     else:
-        _tell(subject, result, out)
+        _tell(subject, runs, seed, result, out)
+    finish(_verdict(result))
+
+
+def _verdict(result: Examination) -> Verdict:
     if result.told is not None:
-        raise typer.Exit(EXIT_CODES["fail"])
+        return "fail"
+    return "unknown" if result.unsure else "pass"
 
 
 def _fields(subject: str, result: Examination) -> dict[str, object]:
     told, found = result.told, result.violation
     return {
         "subject": subject,
-        "verdict": "pass" if told is None else "fail",
+        "verdict": _verdict(result),
+        "reasons": [result.unsure] if result.unsure else [],
         "lie": told and {"kind": told.lie.kind, "message": told.lie.message},
         "case": told and told.case and msgspec.json.decode(dump_case(told.case)),
         "violation": found and {"property": found.property, "message": found.message},
@@ -66,18 +74,19 @@ def _fields(subject: str, result: Examination) -> dict[str, object]:
     }
 
 
-def _tell(subject: str, result: Examination, out: Path | None) -> None:
+def _tell(subject: str, runs: int, seed: str, result: Examination, out: Path | None) -> None:
     told, found = result.told, result.violation
-    if told is None:
-        console.print(
-            f"[bold green]PASS[/] {escape(subject)} tells what is so, in "
-            f"{result.operations:,} operations."
-        )
-    else:
-        console.print(f"[bold red]FAIL[/] {escape(subject)} does not tell the truth about")
+    done = tallied(result.operations, "operation")
+    if told is not None:
+        show_verdict("fail", f"{escape(subject)} does not tell the truth about")
         console.print(str(told), markup=False)
         if told.case is not None:
-            _tell_replay(subject, out)
+            _tell_replay(subject, runs, seed, out)
+    elif result.unsure:
+        show_verdict("unknown", f"{escape(subject)} told no lie in {done}")
+        console.print(f"  because this was {result.unsure}: give it more --runs", markup=False)
+    else:
+        show_verdict("pass", f"{escape(subject)} tells what is so, in {done}.")
     if found is not None:
         console.print(
             f"The engine itself is another matter: {found.property}, {found.message}.  See "
@@ -86,10 +95,12 @@ def _tell(subject: str, result: Examination, out: Path | None) -> None:
         )
 
 
-def _tell_replay(subject: str, out: Path | None) -> None:
+def _tell_replay(subject: str, runs: int, seed: str, out: Path | None) -> None:
     """A replay shows what was done; whether that is told as it is, only this command judges."""
-    kept = out or Path("case.json")
-    if out is None:
-        console.print(f"  keep the run:  --out {kept}", markup=False)
-    command = replay_command(kept, subject)
-    console.print(f"  what was done, line by line:  {command}", markup=False)
+    if out is not None:
+        command = replay_command(out, subject)
+        console.print(f"  what was done, line by line:  {command}", markup=False)
+        return
+    command = f"kvproof conformance --subject {quote(subject)}"
+    command += f" --runs {runs}" * (runs != RUNS) + f" --seed {quote(seed)}" * (seed != SEED)
+    console.print(f"  keep the run:  {command} --out case.json", markup=False)

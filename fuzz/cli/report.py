@@ -69,6 +69,9 @@ def report(
     [bold]kvproof report campaign --policy sched.py:MyPolicy[/]
     """
     _require_extra()
+    for folder in folders:
+        if not folder.is_dir():
+            raise InputError(f"{folder}: there is no such campaign's folder")
     out = out or _page_of(folders)
     for file in (out, junit):
         if file is not None:

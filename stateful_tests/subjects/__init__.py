@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from sysconfig import get_path
+from traceback import extract_tb
 from typing import Literal
 
 from kvproof.invariants.errors import InputError
@@ -217,14 +220,14 @@ def _imported(module: str, attribute: str, name: str) -> SubjectFactory:
         factory: SubjectFactory = getattr(user_module(module), attribute)
     except Exception as error:  # whatever the user's module does when imported
         raise InputError(
-            f"subject {name!r} cannot be imported: {type(error).__name__}: {error}"
+            f"subject {name!r} cannot be imported: {type(error).__name__}: {error}{_place(error)}"
         ) from None
     try:
         subject = factory(Configuration())
     except Exception as error:  # whatever the user's class does when called
         raise InputError(
-            f"subject {name!r} cannot be made of a Configuration: {type(error).__name__}: {error} "
-            f"(is it a subject? {_SEE})"
+            f"subject {name!r} cannot be made of a Configuration: {type(error).__name__}: {error}"
+            f"{_place(error)} (is it a subject? {_SEE})"
         ) from None
     lacking = [member for member in _MEMBERS if not hasattr(subject, member)]
     if lacking:
@@ -233,6 +236,18 @@ def _imported(module: str, attribute: str, name: str) -> SubjectFactory:
     if unknown:
         raise InputError(f"subject {name!r} has unknown capabilities: {', '.join(unknown)}")
     return factory
+
+
+def _place(error: Exception) -> str:
+    """`` (FILE:LINE)``, the last of the user's code that it went through; empty if it was none."""
+    others = (Path(__file__).parents[2], Path(get_path("stdlib")))
+    places = [
+        f" ({frame.filename}:{frame.lineno})"
+        for frame in extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<")
+        and not any(map(Path(frame.filename).is_relative_to, others))
+    ]
+    return places[-1] if places else ""
 
 
 _SEE = "see docs/adapters.md"
