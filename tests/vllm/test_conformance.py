@@ -37,6 +37,7 @@ def test_an_adapter_of_vllm_tells_the_truth(name: str) -> None:
     examination = examine(subject_factory(name))
     assert examination.told is None, examination.told
     assert examination.violation is None
+    assert not examination.unsure
     assert examination.operations > 1000
 
 
