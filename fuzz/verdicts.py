@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from msgspec import Struct
 
@@ -29,15 +29,13 @@ def reachable_goals(subject: Subject) -> tuple[Goal, ...]:
     return tuple(goal for goal in goals if goal.needs <= able)
 
 
-def _promised(subject: Subject) -> Iterator[str]:
-    """Ids of the checks of which the subject promises something."""
-    for check in CHECKS:
-        if check.promised(subject.semantics):
-            yield check.id()
-    if isinstance(subject, SchedulerSubject):
-        for scheduling_check in SCHEDULING_CHECKS:
-            if scheduling_check.promised(subject.promises):
-                yield scheduling_check.id()
+def _promised(subject: Subject) -> list[str]:
+    """Ids of the checks of which the subject promises something that they can judge."""
+    ids = [check.id() for check in CHECKS if check.promised(subject.semantics)]
+    if not isinstance(subject, SchedulerSubject):
+        return ids
+    ids += [check.id() for check in SCHEDULING_CHECKS if check.promised(subject.promises)]
+    return [id for id in ids if id not in subject.unjudged]
 
 
 def judge(

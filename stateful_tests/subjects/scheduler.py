@@ -79,6 +79,8 @@ class SchedulerSubject:
     """
 
     capabilities = frozenset(SCHEDULER_KINDS) - {"reset"}
+    unjudged: frozenset[str] = frozenset()
+    """Ids of checks that it never gives anything to judge: their silence is no reason to doubt."""
 
     def __init__(
         self,

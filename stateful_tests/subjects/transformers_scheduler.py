@@ -135,6 +135,8 @@ class TransformersSubject(OverheardScheduler):
         kind: Kind = "",
     ) -> None:
         self.transformers = load_transformers()
+        # Nobody asks what an admission would take; beside a window nothing is findable.
+        self.unjudged = frozenset(("FIT", "KEY") if kind == "hybrid" else ("FIT",))
         words = (NAME, kind, "" if policy == POLICIES[0] else policy)
         super().__init__(":".join(filter(None, words)), fitted(configuration, kind), Promises())
         self.model = self.transformers.hybrid if kind == "hybrid" else self.transformers.full

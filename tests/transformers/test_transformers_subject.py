@@ -33,6 +33,7 @@ from kvproof.fuzz.campaigns.known import read_ledger
 from kvproof.fuzz.replay import replay
 from kvproof.fuzz.search import search
 from kvproof.fuzz.shrink import shrink
+from kvproof.fuzz.verdicts import judge
 from kvproof.invariants.case import Case, dump_case, load_case
 from kvproof.invariants.events import BlockCopied, BlockMerged, Event, StepLaunched
 from kvproof.invariants.operations import (
@@ -378,6 +379,19 @@ def test_with_them_it_has_only_the_known_ones(name: str) -> None:
     seen = [violation for _, violation in failures(name, SEED, 40)]
     assert seen
     assert all(is_known(violation, (T1, T2)) for violation in seen)
+
+
+@pytest.mark.parametrize("kind", ["", ":prefill_first", ":offload", ":hybrid"])
+def test_its_checks_have_something_to_judge_but_for_those_that_it_names(kind: str) -> None:
+    subject, totals = subject_factory(NAME + kind)(Configuration()), Totals()
+    list(failures(NAME + kind, SEED, 24, drawn=one_output_each, totals=totals))
+    done = (subject, totals.operations, totals.goals)
+    reasons = judge(*done, checked=totals.checked, failed=False).reasons
+    assert not [reason for reason in reasons if reason.startswith("property")]
+    assert not any(totals.checked[id] for id in subject.unjudged)
+    forgotten = totals.checked | {"PLAN": 0}
+    (reason,) = set(judge(*done, checked=forgotten, failed=False).reasons) - set(reasons)
+    assert reason == "property PLAN was never put to the test"
 
 
 def loses_the_last_block(original: Original) -> Original:
