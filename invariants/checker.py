@@ -4,8 +4,9 @@ Incremental: the work for an operation follows what the operation touched.  Outc
 are judged at once.  State that stays, the view of what was touched, is settled every
 ``SETTLED_EVERY`` operations: what several of them touched is compared once.  A full audit, which
 looks at everything, is made at a sampled 5 % of operations and when asked; it is made rarer with
-the pool's size, so that its share of the cost stays the same, and never switched off.  What is
-seen late is put down to the right operation by a replay that settles and audits at each one.
+the pool's size and with the number of live requests, so that its share of the cost stays the same,
+and never switched off.  What is seen late is put down to the right operation by a replay that
+settles and audits at each one.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ SETTLED_RARELY = 128
 AUDITED_SHARE = 20
 """An audit after one in so many operations (5 %) …"""
 AUDIT_BLOCKS = 2
-"""… but for pools of more than 40 blocks, one for so many operations per ``AUDIT_BLOCKS``."""
+"""… but for pools of more than 40 blocks, one for so many operations per ``AUDIT_BLOCKS``; and
+while there are more live requests than that makes operations, one for so many operations as there
+are requests."""
 
 
 Plan = tuple[
@@ -145,8 +148,10 @@ class Checker:
         if self.books.tiers is not None:
             blocks += configuration.host_blocks + configuration.disk_blocks
         self._interval = audit_interval(blocks) if interval is None else interval
+        self._follows_requests = interval is None
         self.audit_every = self._interval
-        """Operations between audits, on average; 0 for none."""
+        """Operations between audits, on average, while there are not more live requests than that; 0
+        for none."""
         self._settle_every = 1 if self._interval == 1 else settlement_interval(configuration.blocks)
         self._drawn = 1
         self._next_audit = self._gap() if self._interval else NEVER
@@ -274,7 +279,10 @@ class Checker:
         A multiplicative generator, so that a replay audits where the run did.
         """
         self._drawn = self._drawn * 48271 % 0x7FFFFFFF
-        return 1 + self._drawn % (2 * self._interval - 1)
+        interval = self._interval
+        if self._follows_requests:
+            interval = max(interval, len(self.books.requests))
+        return 1 + self._drawn % (2 * interval - 1)
 
     def _settle(self) -> None:
         """Compare what was touched since the last time with the view."""

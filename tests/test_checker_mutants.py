@@ -33,6 +33,7 @@ from kvproof.invariants.operations import (
     Finish,
     Grow,
     Offload,
+    Preempt,
     Retire,
     Segment,
 )
@@ -113,21 +114,43 @@ def test_blocks_of_all_tiers_make_audits_rarer(configuration: Configuration, eve
     assert World(interval=None, configuration=configuration).checker.audit_every == every
 
 
-@pytest.mark.parametrize("interval", [2, 20, 50])
-def test_audits_come_on_average_as_often_as_asked_and_never_at_a_fixed_pace(interval: int) -> None:
-    world = World(Ref, interval=interval)
-    world.do(PROMPT)
+def _gaps_between_audits(world: World, operations: int) -> list[int]:
     gaps, latest = [], 0
-    for number in range(1, 400 * interval):
+    for number in range(1, operations):
         before = world.checker.audits
         world.do(Retire())
         if world.checker.audits > before:
             gaps.append(number - latest)
             latest = number
-    assert min(gaps[1:]) >= 1
-    assert max(gaps[1:]) <= 2 * interval - 1
+    return gaps[1:]
+
+
+@pytest.mark.parametrize("interval", [2, 20, 50])
+def test_audits_come_on_average_as_often_as_asked_and_never_at_a_fixed_pace(interval: int) -> None:
+    world = World(Ref, interval=interval)
+    world.do(PROMPT)
+    gaps = _gaps_between_audits(world, 400 * interval)
+    assert min(gaps) >= 1
+    assert max(gaps) <= 2 * interval - 1
     assert len({*gaps}) > min(interval, 10)
     assert 0.85 * interval < sum(gaps) / len(gaps) < 1.15 * interval
+
+
+@pytest.mark.parametrize(
+    ("interval", "live", "every"),
+    [(None, 4, AUDITED_SHARE), (None, 60, 60), (AUDITED_SHARE, 60, AUDITED_SHARE)],
+)
+def test_audits_are_rarer_with_many_live_requests_unless_an_interval_was_asked_for(
+    interval: int | None, live: int, every: int
+) -> None:
+    full = Configuration(blocks=6, block_size=16, requests=64)
+    world = World(Ref, interval=interval, configuration=full)
+    for _ in range(live):
+        world.do(Admit((Segment(0, 5),)), Preempt(0))
+    assert len(world.checker.books.requests) == live
+    gaps = _gaps_between_audits(world, 400 * every)
+    assert max(gaps) <= 2 * every - 1
+    assert 0.85 * every < sum(gaps) / len(gaps) < 1.15 * every
 
 
 def test_what_is_touched_is_compared_every_few_operations() -> None:
