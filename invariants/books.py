@@ -18,7 +18,7 @@ from math import lcm
 from operator import attrgetter
 
 from kvproof.invariants.errors import InputError
-from kvproof.invariants.events import BlocksPublished, Event
+from kvproof.invariants.events import BlocksPublished, BlocksReleased, Event
 from kvproof.invariants.group_books import GroupBooks, Owed, PooledBooks
 from kvproof.invariants.ledger import Ledger
 from kvproof.invariants.operations import (
@@ -202,6 +202,20 @@ class Books:
             for step in self.steps
             for item, carried in step.items
         )
+
+    def given_up(self, event: BlocksReleased) -> list[int] | None:
+        """The blocks of the table that is given back, which the request or a step's fence has; None
+        if neither does."""
+        request, retired = self.known.get(event.request), self.retired
+        table: list[int] | None = None
+        if event.step is None:
+            table = None if request is None else request.tables[event.group]
+        elif retired is not None and retired.number == event.step:
+            fenced = [tables for number, tables in retired.fenced if number == event.request]
+            table = fenced[0][event.group] if fenced else None
+        if table is None or not self.semantics.windows:
+            return table
+        return [block for block in table if block not in self.semantics.reserved]
 
     def window(self, group: int) -> int:
         """Tokens that attention of this group looks back on, itself included; 0 for all."""

@@ -150,8 +150,8 @@ class Checker:
         self._interval = audit_interval(blocks) if interval is None else interval
         self._follows_requests = interval is None
         self.audit_every = self._interval
-        """Operations between audits, on average, while there are not more live requests than that; 0
-        for none."""
+        """Operations between audits, on average, while there are not more live requests than that;
+        0 for none."""
         self._settle_every = 1 if self._interval == 1 else settlement_interval(configuration.blocks)
         self._drawn = 1
         self._next_audit = self._gap() if self._interval else NEVER

@@ -170,6 +170,9 @@ class Ledger:
         step = next((step for step in self._steps if step.number == event.step), None)
         if request is not None and step is not None:
             step.fenced.append((request.id, request.tables))
+            tiers = self._books.tiers
+            if tiers is not None and not self._semantics.copies_hold:
+                tiers.left_to_a_fence(request)
             request.tables = [[] for _ in self._groups]
             request.launched = 0
 

@@ -159,7 +159,9 @@ class Semantics(Struct, frozen=True):
     """Steps run in the order of their launch, on one stream: what one writes is there for every
     step launched later.  So blocks may be given back, and handed out, while a launched step still
     uses them, and content may be hit before the step that writes it has ended.  Copies between
-    tiers are in no such order: they must not touch what a step in flight uses."""
+    tiers are in no such order, unless ``copies_after_steps`` says so: they must not touch what a
+    step in flight uses.  With ``fences_releases`` blocks are kept for a step all the same, for the
+    request's last one or for a later one."""
     release_order: Literal["tail_first", "any"] = "tail_first"
     """A request gives back its last block first, so that prefixes outlive their extensions."""
     eviction_order: Literal["lru", "configured", "any", "shown"] = "lru"
@@ -228,6 +230,9 @@ class Semantics(Struct, frozen=True):
     for a request whose table has its targets already, and which does not run before it has ended;
     what a copy down reads may be given back, and handed out, but not be written before it has been
     copied.  So each block is compared, when it is copied, with what its key stands for."""
+    copies_after_steps: bool = False
+    """A copy begins when the steps launched before it have run, as one does that waits for their
+    stream.  Otherwise, in stream order, it must not touch what these use."""
     tier_bytes: bool = True
     """The view tells what is really in a block of any tier (``TieredView.tier_content``)."""
     host_order: Literal["configured", "any"] = "configured"

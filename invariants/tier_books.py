@@ -56,6 +56,8 @@ class Tiers:
         """The latest that ended, the newest first."""
         self.content: dict[bytes, bytes] = {}
         """What each key stands for, as bytes of the shadow memory; where copies do not hold."""
+        self.left: dict[int, bytes] = {}
+        """What is to be in full blocks of the device that were left to a fence; likewise."""
         self.slow = False
         self.figures = TierFigures(self.groups, self.host, self.disk)
 
@@ -194,15 +196,32 @@ class Tiers:
         for row, key in enumerate(keys):
             self.content[key] = tags[row * size : (row + 1) * size].tobytes()
 
+    def left_to_a_fence(self, request: RequestModel) -> None:
+        """What a step in flight completes is findable nowhere, and may be stored all the same."""
+        size = self.configuration.block_size
+        for table in request.tables:
+            for row, block in enumerate(table):
+                row_tags = request.tags[row * size : (row + 1) * size]
+                if len(row_tags) == size:
+                    self.left[block] = row_tags.tobytes()
+                else:
+                    self.left.pop(block, None)
+
+    def meant(self, key: bytes, block: int) -> bytes | None:
+        """What a key stands for under which that block of the device is to be stored."""
+        return self.content.get(key) or self.left.get(block)
+
     # -- transfers -------------------------------------------------------------------------------
 
     def _started(self, event: TransferStarted) -> None:
         self.moved = True
         request = self._request(event, event.request)
-        group = self.groups[event.group]
+        group, holds = self.groups[event.group], self._books.semantics.copies_hold
+        if event.kind == "store" and not holds:
+            meant = map(self.meant, event.keys, event.sources)
+            self.content.update({k: c for k, c in zip(event.keys, meant, strict=False) if c})
         transfer = TransferModel(event, self._tags(event), request)
         self.in_flight[event.transfer] = transfer
-        holds = self._books.semantics.copies_hold
         if transfer.source != "device":
             self.of(transfer.source)[event.group].pin(transfer.sources)
         elif holds:

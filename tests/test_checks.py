@@ -468,6 +468,14 @@ row(
     2,
 )
 row("ORDER", [prompt(8), Finish(0)], change(BlocksReleased, blocks=[1, 2]), "[1, 2], not", 1, 0)
+row(
+    "ORDER",
+    [prompt(8), Launch(), Finish(0), Retire()],
+    change(BlocksReleased, blocks=[1, 2]),
+    "[1, 2], not from the tail of its table [1, 2]",
+    1,
+    0,
+)
 row("ORDER", CACHED, shows(free_blocks=lambda f: [*f[:-2], 1, 2]), "victims are blocks [1, 2]", 1)
 row(
     "ORDER",
@@ -962,6 +970,11 @@ def test_another_order_of_eviction_or_release_is_wrong_only_where_one_is_promise
             "eviction_order",
         ),
         ([prompt(8), Finish(0)], change(BlocksReleased, blocks=[1, 2]), "release_order"),
+        (
+            [prompt(8), Launch(), Finish(0), Retire()],
+            change(BlocksReleased, blocks=[1, 2]),
+            "release_order",
+        ),
     ):
         assert {violation.property for violation in found(run, lie)} == {"ORDER"}
         anything: dict[str, Any] = {promise: "any"}

@@ -19,6 +19,7 @@ from kvproof.invariants.events import (
     BlocksPublished,
     BlocksReleased,
     Event,
+    ReleaseFenced,
     StepItem,
     StepLaunched,
     StepRetired,
@@ -37,6 +38,7 @@ from kvproof.invariants.operations import (
     Offload,
     Operation,
     Promote,
+    Retire,
     Segment,
 )
 from kvproof.invariants.outcomes import Outcome
@@ -180,10 +182,77 @@ def test_it_must_not_be_written_before_it_is_copied() -> None:
     assert world.messages == [what]
 
 
+@pytest.mark.parametrize(("copies_hold", "block"), [(True, 1), (False, 1), (True, 2)])
+def test_who_holds_a_block_is_named(*, copies_hold: bool, block: int) -> None:
+    """The copy reads block 1, and writes to a place of that number, or of another, on the host."""
+    world = Scripted(copies_hold=copies_hold)
+    other = TransferStarted(1, "store", 0, [1], [2], [KEY])
+    world.do(Offload(), Outcome("done", count=1, transfers=(1,)), other)
+    world.violations.clear()
+    world.admit(5, 2, [block])
+    holders = ["request 0"]
+    if copies_hold and block == 1:
+        holders += ["transfer 0", "transfer 1"]
+    assert world.messages == [
+        f"block {block} was given to request 1 while {' and '.join(holders)} held it"
+    ]
+
+
 def test_a_copy_of_what_nobody_ever_found_is_none() -> None:
     world = Scripted()
     other = TransferStarted(1, "store", 0, [2], [1], [b"other"])
     world.do(Offload(), Outcome("done", count=1, transfers=(1,)), other)
+    assert "is not findable" in world.messages[0]
+
+
+def _left_to_a_fence(tokens: int) -> Scripted:
+    """A request of so many tokens was cancelled while a step carried its last one, so that its last
+    block, 4, was never findable."""
+    world = Scripted()
+    world.admit(7, tokens, [3, 4])
+    world.launch(1, 0, tokens)
+    _cancelled_in_flight(world, 1, [4, 3])
+    return world
+
+
+def _cancelled_in_flight(world: Scripted, number: int, blocks: list[int]) -> None:
+    step = world.books.steps[-1].number
+    world.do(Abort(1), Outcome("done", None, number), ReleaseFenced(number, step))
+    world.do(Retire(), Outcome("done"), StepRetired(step), BlocksReleased(0, number, blocks, step))
+
+
+LAST = TransferStarted(1, "store", 0, [4], [1], [b"last"])
+
+
+def test_what_a_step_in_flight_completed_may_be_stored_though_nobody_finds_it() -> None:
+    world = _left_to_a_fence(4)
+    world.do(Offload(), Outcome("done", count=1, transfers=(1,)), LAST)
+    world.do(Land(1), Outcome("done", count=1, transfers=(1,)), TransferLanded(1, 1))
+    assert world.messages == []
+
+
+def test_but_not_what_it_left_half_full() -> None:
+    world = _left_to_a_fence(3)
+    world.do(Offload(), Outcome("done", count=1, transfers=(1,)), LAST)
+    assert "is not findable" in world.messages[0]
+
+
+def test_nor_what_somebody_has_written_over_since() -> None:
+    world = _left_to_a_fence(4)
+    world.do(Offload(), Outcome("done", count=1, transfers=(1,)), LAST)
+    world.admit(8, 2, [4])
+    world.launch(2, 0, 2)
+    world.do(Land(1), Outcome("done", count=1, transfers=(1,)), TransferLanded(1, 1))
+    what = "device block 4 does not hold what its key stands for while transfer 1 (store) copied it"
+    assert world.messages == [what]
+
+
+def test_a_block_that_is_left_half_full_has_nothing_of_the_one_before() -> None:
+    world = _left_to_a_fence(4)
+    world.admit(9, 3, [5, 4])
+    world.launch(2, 0, 3)
+    _cancelled_in_flight(world, 2, [4, 5])
+    world.do(Offload(), Outcome("done", count=1, transfers=(1,)), LAST)
     assert "is not findable" in world.messages[0]
 
 

@@ -25,6 +25,7 @@ from kvproof.invariants.events import (
     BlocksReleased,
     BlocksReused,
     Event,
+    ReleaseFenced,
     StepItem,
     StepLaunched,
     StepRetired,
@@ -277,6 +278,25 @@ def test_a_hit_on_a_block_of_another_group_is_told() -> None:
     assert "in group 1 on block 1, which is findable in group 0" in told.violations[0].message
 
 
+@pytest.mark.parametrize(
+    ("stream_order", "step", "wrong"),
+    [(False, 1, False), (False, 2, True), (True, 1, False), (True, 2, False), (True, 0, True)],
+)
+def test_in_stream_order_a_later_step_may_keep_what_is_given_back(
+    stream_order: bool, step: int, wrong: bool
+) -> None:
+    """Steps 0 and 1 carry the request, step 2 does not."""
+    told = Told(Pin, stream_order=stream_order)
+    for number, end in ((0, 2), (1, 5)):
+        request = told.books.requests[0]
+        own = tuple([list(table) for table in request.tables])
+        told.tell(StepLaunched(number, [StepItem(0, 0, request.scheduled, end, own)]))
+    told.tell(StepLaunched(2, []))
+    assert told.looks(ReleaseFenced(0, step)) == 1
+    says = f"the blocks of request 0 were left to step {step}, but its last step in flight is 1"
+    assert [one.message for one in told.violations] == ([says] if wrong else [])
+
+
 # -- copies in stream order ------------------------------------------------------------------------
 
 
@@ -310,6 +330,14 @@ def test_a_copy_of_what_a_step_in_flight_uses_is_told(
     block = int(says.split()[-1])
     named = (violation.group, violation.block, violation.request, violation.transfer)
     assert named == (1, block, 0, 7)
+
+
+def test_copies_that_wait_for_the_steps_before_them_may_touch_what_these_use() -> None:
+    told = Told(Pin, stream_order=True, tiers=True, copies_after_steps=True)
+    told.compute(2)
+    told.launch(tokens=2)
+    assert told.looks(started("promote", [0], [4])) == 0
+    assert told.violations == []
 
 
 @pytest.mark.parametrize(

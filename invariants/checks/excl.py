@@ -160,13 +160,15 @@ class Excl(Check):
             for number, tables in step.fenced
             if block in tables[group.group]
         ]
-        if self.books.tiers is not None:
+        if self.books.tiers is not None and self.semantics.copies_hold:
             names += [
                 f"transfer {number}"
                 for number, transfer in self.books.tiers.in_flight.items()
                 if transfer.group == group.group
-                and ("device" in (transfer.source, transfer.target))
-                and block in (*transfer.sources, *transfer.targets)
+                and (
+                    (transfer.source == "device" and block in transfer.sources)
+                    or (transfer.target == "device" and block in transfer.targets)
+                )
             ]
         return " and ".join(names) or "somebody"
 

@@ -293,12 +293,9 @@ class Order(Check):
         return f", such as {named}, and block {group.evicting[-1]} was cached" if named else ""
 
     def _released(self, event: BlocksReleased) -> None:
-        request = self.books.known.get(event.request)
-        if event.step is not None or request is None:
+        table, blocks = self.books.given_up(event), event.blocks
+        if table is None:
             return
-        table, blocks = request.tables[event.group], event.blocks
-        if self.semantics.windows:
-            table = [block for block in table if block not in self.semantics.reserved]
         self.checked += 1
         if table[::-1] != list(blocks) and sorted(blocks) == sorted(table):
             self.fail(

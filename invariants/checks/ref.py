@@ -59,7 +59,7 @@ class Ref(Check):
         blocks, held_blocks = event.blocks, self.groups[event.group].held
         if not held_blocks.issuperset(blocks):
             self._over_released(event, next(b for b in blocks if b not in held_blocks))
-        table = self._held_table(event)
+        table = self.books.given_up(event)
         if table is not None and table[::-1] != blocks and sorted(table) != sorted(blocks):
             self.fail(
                 f"request {event.request} gave back blocks {list(event.blocks)}, "
@@ -77,24 +77,6 @@ class Ref(Check):
             block=block,
             request=event.request,
         )
-
-    def _held_table(self, event: BlocksReleased) -> list[int] | None:
-        if event.step is None:
-            request = self.books.known.get(event.request)
-            return self._given(request.tables[event.group]) if request else None
-        retired = self.books.retired
-        if retired is None or retired.number != event.step:
-            return None
-        for number, tables in retired.fenced:
-            if number == event.request:
-                return tables[event.group]
-        return None
-
-    def _given(self, table: list[int]) -> list[int]:
-        """Of a table's blocks, those that are the request's."""
-        if not self.semantics.windows:
-            return table
-        return [block for block in table if block not in self.semantics.reserved]
 
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
         """What a transfer let go is free now, and soon another's."""

@@ -278,9 +278,10 @@ class Xfer(Check):
         )
         released = source == "device" and not self.semantics.copies_hold
         for entry, key in zip(event.sources, event.keys, strict=True):
-            if (key not in tiers.content) if released else (key_of.get(entry) != key):
+            meant = tiers.meant(key, entry) if released else None
+            if meant is None and (released or key_of.get(entry) != key):
                 return f"from {source} block {entry}, where key {key.hex()[:12]}… is not findable"
-            tag = tag_at_end(tiers.content[key]) if released else tag_of[entry]
+            tag = tag_of[entry] if meant is None else tag_at_end(meant)
             if target != "device":
                 known = tiers.of(target)[event.group].awaits_or_has(tag)
             else:

@@ -112,7 +112,10 @@ VLLM_SCHEDULERS = (
 )
 """Their names take options: vLLM's policy, and perhaps a scheduler class of the user's.  What
 begins with another one comes before it."""
-VLLM_CONNECTED = ("vllm:scheduler:offload", "vllm:scheduler:tiering")
+VLLM_CONNECTED = (
+    *[f"{name}:offload" for name in VLLM_ONE_GROUP],
+    "vllm:scheduler:tiering",
+)
 _SUBJECTS: dict[str, Callable[[], SubjectFactory]] = {
     "engine": _engine,
     "engine:groups": _engine_groups,

@@ -20,14 +20,25 @@ How it maps, beside what :mod:`kvproof.stateful_tests.subjects.vllm_scheduler` s
   given back when the copy has ended.
 * The engine goes on with nobody to serve, as long as the connector has work.
 
+``vllm:async_scheduler:offload`` has steps in flight.  A worker carries out one after the other:
+what it is told with the next one it does when the one before has ended, and copies wait for the
+steps that were launched before them (``Semantics.copies_after_steps``), as vLLM's do by their
+stream.  What a request gives back while a step is in flight, vLLM keeps until that one is taken in:
+:mod:`kvproof.stateful_tests.subjects.vllm_connector_fences`.  The last block that such a step
+completes may be stored though nobody ever finds it on the device.  An iteration in which nothing
+can be run takes its place in the queue of batches, as in vLLM's engine core.
+
 ``vllm:scheduler:tiering`` has vLLM's tiered manager with a tier below the host in place of that of
 the host alone: :mod:`kvproof.stateful_tests.subjects.vllm_connector_tiers`.
 
 With a connector a request may overtake those before it that wait for copies: that requests are
-admitted in their order is not promised, nor that nobody waits while there is room.
+admitted in their order is not promised, nor that nobody waits while there is room.  With steps in
+flight it is not promised that no running request waits, either: where one lacks a block and nobody
+can give any back before a step has ended, vLLM runs none of those behind it.
 
-Not driven: asynchronous scheduling, loads within a step (``sync_load_budget_bytes``), failed loads,
-chunks of several blocks, resets, several groups.
+Not driven: loads within a step (``sync_load_budget_bytes``), chunks of several blocks, resets,
+several groups; failed loads, which vLLM's worker does not know for this connector (it asserts that
+none has failed).
 """
 
 from __future__ import annotations
@@ -43,13 +54,15 @@ from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.scheduling.vocabulary import BlocksHeld, Promises, QueueState
 from kvproof.invariants.subject import Configuration, Semantics
 from kvproof.stateful_tests.subjects.vllm_connector_cache import ConnectorCache
+from kvproof.stateful_tests.subjects.vllm_connector_fences import FencedCache
 from kvproof.stateful_tests.subjects.vllm_connector_tiers import DISK_BLOCKS, TieredCache
 from kvproof.stateful_tests.subjects.vllm_connector_worker import (
+    ASYNC_NAME,
     LATEST,
     NAME,
-    OPTIONS,
     TIERED_NAME,
     Worker,
+    family_of,
     load_connector,
 )
 from kvproof.stateful_tests.subjects.vllm_scheduler import Job, VllmSchedulerSubject
@@ -68,7 +81,9 @@ HOST_BLOCKS = 4
 LEAST_BLOCK = 2
 """Tokens per block, at least.  Where it is one, vLLM 0.33.0 never serves a prompt of one token that
 the host has: once it is loaded it has no token computed, and is looked up and loaded anew."""
+_CACHES = {NAME: ConnectorCache, ASYNC_NAME: FencedCache, TIERED_NAME: TieredCache}
 _PROMISES = Promises(no_barrier=True, copies_end_in=2 * LATEST)
+_ASYNC_PROMISES = Promises(copies_end_in=2 * LATEST)
 
 
 def vllm_connector_factory(name: str) -> Callable[[Configuration], VllmConnectorSubject]:
@@ -114,7 +129,7 @@ class VllmConnectorSubject(VllmSchedulerSubject):
     def __init__(
         self, configuration: Configuration, *, name: str = NAME, least_block: int = LEAST_BLOCK
     ) -> None:
-        self._tiered = name == TIERED_NAME
+        self._kind = name
         fitted = replace(
             configuration,
             block_size=max(configuration.block_size, least_block),
@@ -123,9 +138,10 @@ class VllmConnectorSubject(VllmSchedulerSubject):
         super().__init__(
             fitted,
             name=name,
-            scheduler_class=load_connector().scheduler_class(fitted, OPTIONS[name]),
+            family=family_of(name),
+            scheduler_class=load_connector().scheduler_class(fitted, name),
         )
-        self.promises = _PROMISES
+        self.promises = _ASYNC_PROMISES if name == ASYNC_NAME else _PROMISES
         self.state_view = ConnectorSchedulerView(self)
         self._worker = Worker(self.scheduler, self.cache.landed)
         self._held: dict[int, type[Operation]] = {}
@@ -137,12 +153,12 @@ class VllmConnectorSubject(VllmSchedulerSubject):
             prefix_caching=True,
             host_blocks=configuration.host_blocks,
             host_eviction=configuration.host_eviction,
-            disk_blocks=DISK_BLOCKS if self._tiered else 0,
+            disk_blocks=DISK_BLOCKS if self._kind == TIERED_NAME else 0,
             offload="prefix",
         )
 
     def _new_cache(self, groups: Semantics) -> ConnectorCache:
-        cache = TieredCache if self._tiered else ConnectorCache
+        cache = _CACHES[self._kind]
         return cache(self.configuration, self.scheduler, listener=self, groups=groups)
 
     @property
@@ -185,19 +201,19 @@ class VllmConnectorSubject(VllmSchedulerSubject):
             self._hits += cached
             self._queries += request.num_prompt_tokens
         self._worker.begin(scheduled)
-        if self._tiered:
+        if self._kind == TIERED_NAME:
             self.cache.late.next_iteration()
         return super()._work(scheduled)
 
     def _results(self, samples: Mapping[str, list[int]]) -> ModelRunnerOutput:
-        results = super()._results(samples)
+        self._worker.awaited = results = super()._results(samples)
         if not samples:  # nothing is run: it ends at once
-            results.kv_connector_output = self._worker.end()
+            self._worker.finish()
         return results
 
     def _retire(self) -> Outcome:
-        if self._flights:
-            self._flights[0].results.kv_connector_output = self._worker.end()
+        if self._flights and self._flights[0].results is self._worker.awaited:
+            self._worker.finish()
         return super()._retire()
 
     # -- figures -----------------------------------------------------------------------------------

@@ -111,6 +111,7 @@ class ConnectorCache(OverheardCache):
         tiers=True,
         disk=False,
         copies_hold=False,
+        copies_after_steps=True,
         exact_tiers=False,
         tier_bytes=False,
         host_order="any",
@@ -186,8 +187,10 @@ class ConnectorCache(OverheardCache):
     def _cache_blocks(
         self, original: Callable[..., None], request: Request, tokens: int, **more: Any
     ) -> None:
-        """What was loaded becomes findable."""
+        """What was loaded becomes findable; or what a step has computed, which is told with it."""
         original(request, tokens, **more)
+        if self._untold is not None:
+            return
         live = self.by_id[request.request_id]
         self._tell_blocks(live, ())
         self._done(Reserve(self.running.index(live), tokens), live, count=0)

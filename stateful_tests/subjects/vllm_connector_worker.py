@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_offload.base import TransferResult
+    from vllm.v1.outputs import ModelRunnerOutput
 
 NAME = "vllm:scheduler:offload"
+ASYNC_NAME = "vllm:async_scheduler:offload"
 TIERED_NAME = "vllm:scheduler:tiering"
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     NAME: {},
+    ASYNC_NAME: {},
     TIERED_NAME: {
         "spec_name": "TieringOffloadingSpec",
         "secondary_tiers": [{"type": "example"}],
@@ -72,10 +75,8 @@ class _Connector:
         self._transfer = KVTransferConfig
         self._dtype = torch.float32
 
-    def scheduler_class(
-        self, configuration: Configuration, options: Mapping[str, Any]
-    ) -> type[Scheduler]:
-        """vLLM's Scheduler with its connector: a host of the configuration's blocks."""
+    def scheduler_class(self, configuration: Configuration, name: str) -> type[Scheduler]:
+        """The scheduler of that subject, with its connector to a host of so many blocks."""
         transfer = self._transfer(
             kv_connector="OffloadingConnector",
             kv_role="kv_both",
@@ -83,11 +84,11 @@ class _Connector:
                 "cpu_bytes_to_use": configuration.host_blocks * PAGESIZE,
                 "eviction_policy": configuration.host_eviction,
                 "offload_prompt_only": False,
-                **options,
+                **OPTIONS[name],
             },
         )
         dtype = self._dtype
-        base: Any = load_scheduling().schedulers["vllm:scheduler"]
+        base: Any = load_scheduling().schedulers[family_of(name)]
 
         class Connected(base):  # type: ignore[misc]
             def __init__(self, config: Any, *more: Any, **named: Any) -> None:
@@ -156,6 +157,11 @@ class Hands:
         return [self._result(job, success=True) for job in ended]
 
 
+def family_of(name: str) -> str:
+    """That subject's name without what lies below its cache."""
+    return name.rpartition(":")[0]
+
+
 def drawn(job: int) -> int:
     """By a copy's name: a large number, as if by chance."""
     return crc32(b"copy %d" % job) >> 8
@@ -169,19 +175,25 @@ class Worker:
         self.worker = self._vllm.new_worker(scheduler, Hands(landed))
         self._metadata: Any = None
         """Of the step under way."""
+        self.awaited: ModelRunnerOutput | None = None
+        """Where its outcome belongs; None if no step is under way."""
 
     def begin(self, scheduled: SchedulerOutput) -> None:
-        """Before the model runs."""
+        """Before the model runs; one step ends before the next one begins."""
+        self.finish()
         self._metadata = scheduled.kv_connector_metadata
         self.worker.handle_preemptions(self._metadata)
         self.worker.start_kv_transfers(self._metadata)
 
-    def end(self) -> Any:
+    def finish(self) -> None:
         """After it; what has ended."""
+        if self.awaited is None:
+            return
         self.worker.prepare_store_kv(self._metadata)
         sending, receiving = self.worker.get_finished(set())
-        return self._vllm.output(
+        self.awaited.kv_connector_output = self._vllm.output(
             finished_sending=sending,
             finished_recving=receiving,
             kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
         )
+        self.awaited = None

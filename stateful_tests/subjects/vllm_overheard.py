@@ -16,6 +16,7 @@ from kvproof.invariants.events import (
     BlocksEvicted,
     BlocksReleased,
     Event,
+    ReleaseFenced,
     RequestAborted,
     RequestAdmitted,
     RequestFinished,
@@ -95,7 +96,7 @@ class Told(Live):
         return self.told
 
 
-class _Pool(Struct):
+class Pool(Struct):
     """A pool as it was at some moment."""
 
     free_count: int
@@ -103,7 +104,7 @@ class _Pool(Struct):
     ref_counts: Sequence[int]
 
 
-class _Given(Struct):
+class Given(Struct):
     """What a request gave back."""
 
     live: Told
@@ -111,8 +112,10 @@ class _Given(Struct):
     """Or preempted."""
     released: list[list[int]]
     """By group."""
-    before: _Pool | None
+    before: Pool | None
     """The pool right before, if it is told later."""
+    fence: int | None = None
+    """The step in flight that keeps the blocks, if one does."""
 
 
 class OverheardView(VllmGroupsView):
@@ -122,10 +125,10 @@ class OverheardView(VllmGroupsView):
         super().__init__(cache)
         self._cache = cache
 
-    def look(self) -> _Pool:
+    def look(self) -> Pool:
         """The pool of now."""
         refs = list(super().ref_counts(0))
-        return _Pool(super().free_count(0), super().free_blocks(0), refs)
+        return Pool(super().free_count(0), super().free_blocks(0), refs)
 
     def free_count(self, group: int) -> int:
         past = self._cache.past
@@ -189,13 +192,13 @@ class OverheardCache(VllmGroupsSubject):
         self.manager = manager
         self._pool = manager.block_pool
         self._view: OverheardView = OverheardView(self)
-        self.past: _Pool | None = None
+        self.past: Pool | None = None
         """The pool as it was when that happened which is being told, if later things did, too."""
         self.early: frozenset[int] = frozenset()
         """Blocks that are findable already, by a token that is told with the next operation."""
         self._outcome = SKIPPED
         self._listener = listener
-        self._untold: list[_Given] | None = None
+        self._untold: list[Given] | None = None
         """While samples are taken in: what has been given back since."""
         self.evictions = 0
         self.by_id: dict[str, Told] = {}
@@ -308,26 +311,33 @@ class OverheardCache(VllmGroupsSubject):
         if live is None:  # it was never admitted
             self._free(request)
             return
-        untold = self._untold
-        before = self._view.look() if untold is not None else None
-        tables = [list(table) for table in super().tables(live)]
+        before, tables = self._pool_if_told_later(), self._copied_tables(live)
         self._free(request)
         released = [
             self._order_of_release([block for block in table if not block.is_null])
             for table in tables
         ]
-        given = _Given(live, request.is_finished(), released, before)
-        if untold is None:
+        self._gave(Given(live, request.is_finished(), released, before), tables)
+
+    def _pool_if_told_later(self) -> Pool | None:
+        return None if self._untold is None else self._view.look()
+
+    def _copied_tables(self, live: Told) -> list[list[KVCacheBlock]]:
+        return [list(table) for table in super().tables(live)]
+
+    def _gave(self, given: Given, tables: list[list[KVCacheBlock]]) -> None:
+        """``tables``: what it had until now."""
+        if self._untold is None:
             self._tell_given(given)
             return
-        untold.append(given)
-        live.held = live.held or tables
+        self._untold.append(given)
+        given.live.held = given.live.held or tables
 
     def tables(self, live: Live) -> Sequence[Sequence[KVCacheBlock]]:
         held = live.held if isinstance(live, Told) else None
         return super().tables(live) if held is None else held
 
-    def _tell_given(self, given: _Given) -> None:
+    def _tell_given(self, given: Given) -> None:
         live = given.live
         if live.number not in self.live:  # it had ended already
             return
@@ -337,7 +347,7 @@ class OverheardCache(VllmGroupsSubject):
             self.running.remove(live)
         else:
             self.preempted.remove(live)
-        self._tell_released_in_order(live, given.released)
+        self._tell_released_in_order(given)
         if not given.ended:
             insort(self.preempted, live, key=by_number)
             live.running = False
@@ -354,14 +364,23 @@ class OverheardCache(VllmGroupsSubject):
             self._events.append(RequestFinished(live.number))
             self._done(Finish(index), live)
 
-    def _tell_released_in_order(self, live: Told, released: list[list[int]]) -> None:
+    def _tell_released_in_order(self, given: Given) -> None:
+        live = given.live
         live.rows = live.rows_published = 0
         live.held = None
         self._told.pop(live.number, None)
+        if given.fence is not None:
+            self._events.append(ReleaseFenced(live.number, given.fence))
+        self._tell_blocks_released(live.number, given.released)
+
+    def _tell_blocks_released(
+        self, request: int, released: Sequence[Sequence[int]], step: int | None = None
+    ) -> None:
+        """``released``: by group.  ``step``: whose fence had them."""
         ref_counts = self._view.ref_counts(0)
         for group, blocks in enumerate(released):
             if blocks:
-                self._events.append(BlocksReleased(group, live.number, blocks))
+                self._events.append(BlocksReleased(group, request, blocks, step))
             for block in blocks:
                 if block in self._keys and ref_counts[block] == 0:
                     self._cached_free[block] = None
@@ -414,7 +433,7 @@ class OverheardCache(VllmGroupsSubject):
         if self._untold:
             self._tell_retired(self._untold)
 
-    def _tell_retired(self, untold: list[_Given]) -> None:
+    def _tell_retired(self, untold: list[Given]) -> None:
         self._untold = None
         step = self.steps.popleft()
         self._events.append(StepRetired(step.step))
@@ -427,9 +446,13 @@ class OverheardCache(VllmGroupsSubject):
                         self._tell_published(self._told[live.number][group], table, group)
         pools = [*[given.before for given in untold], None]
         self.past = pools[0]
+        self._tell_fences_opened()
         self._done(_RETIRE, count=len(step.items))
         for given, self.past in zip(untold, pools[1:], strict=True):
             self._tell_given(given)
+
+    def _tell_fences_opened(self) -> None:
+        """What was given back now that the step is retired: nothing, where there are no fences."""
 
 
 class OverheardHybrid(OverheardCache, VllmHybridSubject):

@@ -174,6 +174,8 @@ class _Flight(Struct):
     samples: Mapping[str, list[int]]
     """By vLLM's name of the request."""
     results: Any
+    behind: list[tuple[Any, Any]] = []
+    """Iterations that run nothing, since then: vLLM takes in outcomes in their order."""
 
 
 class VllmSchedulerSubject(OverheardScheduler):
@@ -305,7 +307,8 @@ class VllmSchedulerSubject(OverheardScheduler):
     # -- the engine core ---------------------------------------------------------------------------
 
     def _schedule(self) -> Outcome:
-        if len(self._flights) >= self.configuration.run_ahead:
+        queued = sum([1 + len(flight.behind) for flight in self._flights])
+        if queued >= self.configuration.run_ahead:  # vLLM's queue of batches is full
             return Outcome("refused", RUN_AHEAD_LIMIT)
         if self._idle:
             return Outcome("refused", NOTHING_TO_RUN)
@@ -316,7 +319,7 @@ class VllmSchedulerSubject(OverheardScheduler):
             self._steps += 1
             self.cache.launched(step, items)
         else:
-            self._take_figures(self.scheduler.update_from_output(scheduled, self._results({})))
+            self._ran_nothing(scheduled)
         admitted, resumed, preempted = map(tuple, self._noted.values())
         self.admissions += len(admitted)
         self.resumptions += len(resumed)
@@ -335,6 +338,13 @@ class VllmSchedulerSubject(OverheardScheduler):
         )
         self._iterations += 1
         return Outcome("done", count=scheduled.total_num_scheduled_tokens)
+
+    def _ran_nothing(self, scheduled: SchedulerOutput) -> None:
+        results = self._results({})
+        if self._flights:
+            self._flights[-1].behind.append((scheduled, results))
+        else:
+            self._take_figures(self.scheduler.update_from_output(scheduled, results))
 
     def _parts(self, scheduled: SchedulerOutput) -> tuple[Part, ...]:
         return tuple(
@@ -368,6 +378,8 @@ class VllmSchedulerSubject(OverheardScheduler):
                     finished.append(job)
         for job in finished:
             self._forget(job)
+        for scheduled, results in flight.behind:
+            self._take_figures(self.scheduler.update_from_output(scheduled, results))
         ended = tuple([job.number for job in finished])
         self._emit(Completed(flight.step, 0, tuple(sampled), ended, tuple(misdelivered)))
         return Outcome("done", count=len(sampled))

@@ -1,0 +1,237 @@
+"""vLLM's asynchronous scheduler with its offloading connector: what steps in flight keep.
+
+Needs vLLM 0.33 in an environment of its own: `bash .ci/vllm-env FOLDER`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+from foreign import Mutant, Original, each_of, failures, found_and_shrunk, moved_functions, needs
+
+from kvproof.invariants.events import BlocksReleased, ReleaseFenced, TransferStarted
+from kvproof.invariants.operations import Abort, Arrive, Operation, Retire, Run, Schedule, Segment
+from kvproof.invariants.outcomes import RUN_AHEAD_LIMIT, Outcome
+from kvproof.invariants.subject import Configuration
+from kvproof.stateful_tests.scheduling_harness import SchedulingHarness
+from kvproof.stateful_tests.subjects.vllm_connector import VllmConnectorSubject
+from kvproof.stateful_tests.subjects.vllm_connector_worker import ASYNC_NAME
+
+needs(ASYNC_NAME)
+
+pytestmark = pytest.mark.vllm
+
+SEED = "vllm-connector-async"
+REPLAYS = 400
+SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
+CONNECTOR = (
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler.OffloadingConnectorScheduler"
+)
+WORKER = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker.OffloadingConnectorWorker"
+
+PROMPT = Arrive((Segment(1, 2),), output=4)
+OTHER = Arrive((Segment(2, 2),), output=4)
+
+
+class Watched:
+    """A subject, its checks, which must not have anything to say, and the latest events."""
+
+    def __init__(self, **sizes: Any) -> None:
+        configuration = Configuration(**{"blocks": 6, "block_size": 2, "host_blocks": 8, **sizes})
+        self.subject = VllmConnectorSubject(configuration, name=ASYNC_NAME)
+        self.harness = SchedulingHarness(self.subject, audit_interval=1)
+
+    def __call__(self, *operations: Operation) -> Outcome:
+        for operation in operations:
+            outcome = self.harness.perform(operation)
+            assert not self.harness.violations
+        return outcome
+
+    def told(self, kind: type) -> list[Any]:
+        """Of the last operation."""
+        return [event for event in self.harness.last_events if isinstance(event, kind)]
+
+    @property
+    def free(self) -> int:
+        return self.subject.cache.view().free_count(0)
+
+
+# -- how it is told --------------------------------------------------------------------------------
+
+
+def test_what_is_given_back_is_kept_for_the_latest_step_in_flight() -> None:
+    run = Watched()
+    run(PROMPT, Schedule(), Schedule(), Abort(0))
+    (fenced,) = run.told(ReleaseFenced)
+    assert (fenced.request, fenced.step, run.free) == (0, 1, 4)
+    run(Retire())
+    assert (run.told(BlocksReleased), run.free) == ([], 4)
+    run(Retire())
+    (released,) = run.told(BlocksReleased)
+    assert (released.step, len(released.blocks), run.free) == (1, 2, 6)
+
+
+def test_a_later_step_than_its_own_may_keep_what_a_request_gives_back() -> None:
+    run = Watched(run_ahead=2)
+    run(Arrive((Segment(1, 2),)), Schedule(), OTHER, Schedule(), Abort(0))
+    (fenced,) = run.told(ReleaseFenced)
+    assert fenced.step == 1
+    run(Retire(), Retire(), Run(8))
+
+
+def test_who_is_not_in_flight_gives_its_blocks_back_at_once() -> None:
+    run = Watched()
+    run(PROMPT, Schedule(), Retire(), Abort(0))
+    assert run.told(ReleaseFenced) == []
+    (released,) = run.told(BlocksReleased)
+    assert (released.step, run.free) == (None, 6)
+
+
+def test_a_block_that_a_step_in_flight_completes_is_stored_though_nobody_finds_it() -> None:
+    run = Watched(blocks=3, requests=1)
+    run(Arrive((Segment(1, 2),), output=3), Run(3), Abort(0), Schedule())
+    (store,) = run.told(TransferStarted)
+    assert (store.kind, len(store.sources)) == ("store", 1)
+    assert store.keys[0] not in run.subject.cache.view().index(0)
+    run(Run(12))
+    assert store.keys[0] in run.subject.cache.view().tier_index("host", 0)
+
+
+def test_an_iteration_that_runs_nothing_fills_the_queue_of_batches() -> None:
+    run = Watched()
+    run(Arrive((Segment(1, 2),)), Schedule())
+    assert run(Schedule()).count == 0
+    assert run(Schedule()).reason == RUN_AHEAD_LIMIT
+    run(Retire())
+    assert run(Schedule()).status == "done"  # what was stored is awaited
+
+
+def test_vllm_as_it_is_keeps_its_promises() -> None:
+    assert list(failures(ASYNC_NAME, SEED, 150)) == []
+
+
+# -- mutants of vLLM: what steps in flight keep ----------------------------------------------------
+
+
+def keeps_nothing_for_steps_in_flight(original: Original) -> Original:
+    return lambda scheduler, request: True
+
+
+def keeps_nothing_for_the_latest_step(original: Original) -> Original:
+    def can(scheduler: Any, request: Any) -> bool:
+        return bool(request.last_sched_seq <= scheduler.processed_step_seq + 1)
+
+    return can
+
+
+def keeps_it_for_a_step_too_few(original: Original) -> Original:
+    def free(scheduler: Any, request: Any) -> None:
+        original(scheduler, request)
+        kept = scheduler.deferred_frees
+        if kept:
+            step, blocks = kept.pop()
+            kept.append((min(step, scheduler.processed_step_seq + 1), blocks))
+
+    return free
+
+
+def never_gives_back_what_was_kept(original: Original) -> Original:
+    return lambda scheduler: None
+
+
+def gives_back_all_that_was_kept(original: Original) -> Original:
+    def drain(scheduler: Any) -> None:
+        kept = [blocks for _, blocks in scheduler.deferred_frees]
+        scheduler.deferred_frees.clear()
+        for blocks in kept:
+            scheduler.kv_cache_manager.block_pool.free_blocks(reversed(blocks))
+
+    return drain
+
+
+def gives_back_the_first_block_first(original: Original) -> Original:
+    def drain(scheduler: Any) -> None:
+        for _, blocks in scheduler.deferred_frees:
+            blocks.reverse()
+        original(scheduler)
+
+    return drain
+
+
+def loses_the_last_block_that_was_kept(original: Original) -> Original:
+    def drain(scheduler: Any) -> None:
+        for _, blocks in scheduler.deferred_frees:
+            blocks.pop()
+        original(scheduler)
+
+    return drain
+
+
+def preempts_who_cannot_give_back_at_once(original: Original) -> Original:
+    """It asks whether the victim can, and does not listen."""
+
+    def can(scheduler: Any, request: Any) -> bool:
+        return not request.is_finished() or bool(original(scheduler, request))
+
+    return can
+
+
+def stores_before_the_step_has_run(original: Original) -> Original:
+    """Copies that are put off to the next step are begun with the one before."""
+
+    def start(worker: Any, metadata: Any) -> None:
+        original(worker, metadata)
+        worker.prepare_store_kv(metadata)
+        metadata.store_jobs.clear()
+        for job, source, target in worker._unsubmitted_store_jobs:
+            worker.worker.submit_store(job, source, target)
+        worker._unsubmitted_store_jobs.clear()
+
+    return start
+
+
+def flushes_nothing(original: Original) -> Original:
+    def build(connector: Any, scheduled: Any) -> Any:
+        metadata = original(connector, scheduled)
+        metadata.jobs_to_flush = None
+        return metadata
+
+    return build
+
+
+MUTANTS = (
+    Mutant(keeps_nothing_for_steps_in_flight, f"{SCHEDULER}._request_blocks_can_be_freed", {"PIN"}),
+    Mutant(keeps_nothing_for_the_latest_step, f"{SCHEDULER}._request_blocks_can_be_freed", {"PIN"}),
+    Mutant(keeps_it_for_a_step_too_few, f"{SCHEDULER}._free_request_blocks", {"PIN"}),
+    Mutant(never_gives_back_what_was_kept, f"{SCHEDULER}._drain_deferred_frees", {"PIN"}),
+    Mutant(gives_back_all_that_was_kept, f"{SCHEDULER}._drain_deferred_frees", {"PIN"}),
+    Mutant(
+        gives_back_the_first_block_first, f"{SCHEDULER}._drain_deferred_frees", {"ORDER", "REF"}
+    ),
+    Mutant(
+        loses_the_last_block_that_was_kept, f"{SCHEDULER}._drain_deferred_frees", {"REF", "CONS"}
+    ),
+    Mutant(stores_before_the_step_has_run, f"{WORKER}.start_kv_transfers", {"XFER"}),
+    Mutant(flushes_nothing, f"{CONNECTOR}.build_connector_meta", {"XFER"}),
+)
+
+NAMES: dict[str, Sequence[str]] = {
+    "vllm.v1.core.kv_cache_manager.KVCacheManager.pop_blocks_for_free": ("request",),
+    "vllm.v1.core.block_pool.BlockPool.free_blocks": ("ordered_blocks",),
+    f"{SCHEDULER}._drain_deferred_frees": (),
+}
+
+
+@each_of(MUTANTS)
+def test_a_mutant_of_vllm_is_found_and_shrunk(
+    monkeypatch: pytest.MonkeyPatch, mutant: Mutant
+) -> None:
+    monkeypatch.setattr(mutant.target, mutant.change(resolve_name(mutant.target)))
+    found_and_shrunk(ASYNC_NAME, SEED, 100, mutant.properties, replays=REPLAYS)
+
+
+def test_what_the_adapter_overhears_is_called_as_before() -> None:
+    assert list(moved_functions(NAMES)) == []
