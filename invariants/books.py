@@ -344,8 +344,9 @@ class Books:
         """What is computed by now, or on its way, is never to be found again."""
         for request in self.requests.values():
             request.outdated = max(request.scheduled, request.suspended)
-        for transfer in self.tiers.in_flight.values() if self.tiers is not None else ():
-            transfer.outdated = True
+        if self.tiers is not None and self.semantics.resets_tiers:
+            for transfer in self.tiers.in_flight.values():
+                transfer.outdated = True
 
     def _target(self, outcome: Outcome) -> RequestModel:
         assert outcome.request is not None

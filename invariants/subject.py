@@ -233,6 +233,9 @@ class Semantics(Struct, frozen=True):
     copies_after_steps: bool = False
     """A copy begins when the steps launched before it have run, as one does that waits for their
     stream.  Otherwise, in stream order, it must not touch what these use."""
+    resets_tiers: bool = True
+    """A reset empties all tiers, and is refused while a copy is in flight.  Otherwise it empties
+    the device alone: what lies below is found as before."""
     tier_bytes: bool = True
     """The view tells what is really in a block of any tier (``TieredView.tier_content``)."""
     host_order: Literal["configured", "any"] = "configured"

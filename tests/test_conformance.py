@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from kvproof.engine.engine import Engine
 from kvproof.fuzz.conformance import RUNS, _other_words, assert_conforms, examine
 from kvproof.fuzz.faults import fault_by_id
 from kvproof.invariants.events import (
@@ -360,6 +361,20 @@ def says(base: Any, **words: Any) -> Any:
     return Says
 
 
+class _ResetsTheDeviceAlone(Engine):
+    def reset(self) -> Outcome:
+        if any(pool.free_count + pool.withheld < pool.usable for pool in self.pools):
+            return Outcome("refused", BLOCKS_IN_USE)
+        return Outcome("done", count=sum([pool.evict(pool.usable, "reset") for pool in self.pools]))
+
+
+class ResetsTheDeviceAlone(EngineSubject):
+    """What is below it is found as before."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        super().__init__(configuration, engine=_ResetsTheDeviceAlone)
+
+
 @dataclass(frozen=True)
 class Lying:
     factory: Callable[[Configuration], Any]
@@ -440,6 +455,10 @@ LYING = {
         declares(HitsNothing, exact_admission=False, shorter_hits=False),
         "semantics",
         "shorter_hits=False",
+    ),
+    "resets the device alone": Lying(ResetsTheDeviceAlone, "semantics", "resets_tiers=True"),
+    "denies that it resets all tiers": Lying(
+        says(EngineSubject, resets_tiers=False), "semantics", "resets_tiers=False"
     ),
     "ignores the budget": Lying(IgnoresTheBudget, "semantics", "chunks=True"),
     "does not fence": Lying(

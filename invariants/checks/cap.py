@@ -368,7 +368,7 @@ class Cap(Answers):
         self.judge(operation, outcome, None, figure)
 
     def _reset(self, operation: Reset, outcome: Outcome) -> None:
-        tiers = self.books.tiers
+        tiers = self.books.tiers if self.semantics.resets_tiers else None
         below = tiers is not None and tiers.in_use
         if below or any(group.referenced for group in self.groups):
             self.judge(operation, outcome, BLOCKS_IN_USE)

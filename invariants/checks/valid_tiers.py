@@ -156,7 +156,8 @@ class Below:
         if isinstance(operation, Corrupt):
             found = self._tiers.damaged(operation)
             self._written += [found] if found is not None else []
-        for tier in self._tiers.all if isinstance(operation, Reset) else ():
+        emptied = isinstance(operation, Reset) and self._check.semantics.resets_tiers
+        for tier in self._tiers.all if emptied else ():
             if tier.key_of:
                 slot = next(iter(tier.key_of))
                 self._fail(tier, slot, f"{tier.tier} block {slot} is still findable after a reset")

@@ -49,7 +49,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from kvproof.invariants.operations import Admit, Arrive, Operation, Resume
+from kvproof.invariants.operations import Admit, Arrive, Operation, Reset, Resume
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.scheduling.vocabulary import BlocksHeld, Promises, QueueState
 from kvproof.invariants.subject import Configuration, Semantics
@@ -124,8 +124,6 @@ class VllmConnectorSubject(VllmSchedulerSubject):
     Raises SubjectUnavailable where vLLM 0.33 is not installed.
     """
 
-    capabilities = VllmSchedulerSubject.capabilities - {"reset"}
-
     def __init__(
         self, configuration: Configuration, *, name: str = NAME, least_block: int = LEAST_BLOCK
     ) -> None:
@@ -183,6 +181,19 @@ class VllmConnectorSubject(VllmSchedulerSubject):
     def _forget(self, job: Job) -> None:
         super()._forget(job)
         self._held.pop(job.number, None)
+
+    def _reset_cache(self, operation: Reset) -> bool:
+        """Of the device: that of the connector would be ``reset_connector``.
+
+        vLLM says that it cannot yet while requests wait for their KV.
+        """
+        try:
+            return super()._reset_cache(operation)
+        except RuntimeError:
+            loads = [c for c in self.cache.copies.values() if c.event.kind == "promote"]
+            if loads or self._held:
+                return False
+            raise
 
     # -- the engine core, and the worker ---------------------------------------------------------
 

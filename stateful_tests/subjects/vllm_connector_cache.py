@@ -113,6 +113,7 @@ class ConnectorCache(OverheardCache):
         copies_hold=False,
         copies_after_steps=True,
         exact_tiers=False,
+        resets_tiers=False,
         tier_bytes=False,
         host_order="any",
     )

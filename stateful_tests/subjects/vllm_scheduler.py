@@ -295,7 +295,7 @@ class VllmSchedulerSubject(OverheardScheduler):
     def _reset(self, operation: Reset) -> Outcome:
         """An operator's doing: new weights, say."""
         self._noted = {Admit: [], Resume: [], Preempt: []}
-        done = self.scheduler.reset_prefix_cache(reset_running_requests=operation.running)
+        done = self._reset_cache(operation)
         preempted = tuple(self._noted[Preempt])
         self.preemptions += len(preempted)
         if operation.running:
@@ -303,6 +303,10 @@ class VllmSchedulerSubject(OverheardScheduler):
         if not done:
             return Outcome("refused", BLOCKS_IN_USE)
         return Outcome("done", count=len(preempted))
+
+    def _reset_cache(self, operation: Reset) -> bool:
+        done: bool = self.scheduler.reset_prefix_cache(reset_running_requests=operation.running)
+        return done
 
     # -- the engine core ---------------------------------------------------------------------------
 

@@ -6,19 +6,42 @@ Needs vLLM 0.33 in an environment of its own: `bash .ci/vllm-env FOLDER`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import pytest
-from foreign import Mutant, Original, each_of, failures, found_and_shrunk, moved_functions, needs
+from foreign import (
+    Mutant,
+    Original,
+    each_of,
+    failures,
+    found_and_shrunk,
+    is_known,
+    moved_functions,
+    needs,
+)
 
+from kvproof.fuzz.replay import replay
+from kvproof.invariants.case import load_case
 from kvproof.invariants.events import BlocksReleased, ReleaseFenced, TransferStarted
-from kvproof.invariants.operations import Abort, Arrive, Operation, Retire, Run, Schedule, Segment
+from kvproof.invariants.operations import (
+    Abort,
+    Arrive,
+    Operation,
+    Reset,
+    Retire,
+    Run,
+    Schedule,
+    Segment,
+)
 from kvproof.invariants.outcomes import RUN_AHEAD_LIMIT, Outcome
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.scheduling_harness import SchedulingHarness
+from kvproof.stateful_tests.subjects import subject_factory
 from kvproof.stateful_tests.subjects.vllm_connector import VllmConnectorSubject
-from kvproof.stateful_tests.subjects.vllm_connector_worker import ASYNC_NAME
+from kvproof.stateful_tests.subjects.vllm_connector_worker import ASYNC_NAME, NAME
 
 needs(ASYNC_NAME)
 
@@ -39,9 +62,9 @@ OTHER = Arrive((Segment(2, 2),), output=4)
 class Watched:
     """A subject, its checks, which must not have anything to say, and the latest events."""
 
-    def __init__(self, **sizes: Any) -> None:
+    def __init__(self, *, name: str = ASYNC_NAME, **sizes: Any) -> None:
         configuration = Configuration(**{"blocks": 6, "block_size": 2, "host_blocks": 8, **sizes})
-        self.subject = VllmConnectorSubject(configuration, name=ASYNC_NAME)
+        self.subject = VllmConnectorSubject(configuration, name=name)
         self.harness = SchedulingHarness(self.subject, audit_interval=1)
 
     def __call__(self, *operations: Operation) -> Outcome:
@@ -109,8 +132,65 @@ def test_an_iteration_that_runs_nothing_fills_the_queue_of_batches() -> None:
     assert run(Schedule()).status == "done"  # what was stored is awaited
 
 
-def test_vllm_as_it_is_keeps_its_promises() -> None:
-    assert list(failures(ASYNC_NAME, SEED, 150)) == []
+# -- what is found in the release ------------------------------------------------------------------
+
+NO_RESET = ("Failed to reset KV cache even when",)
+
+
+def test_the_unmodified_release_has_one_finding() -> None:
+    found = list(failures(ASYNC_NAME, SEED, 150))
+    assert found
+    assert {violation.property for _, violation in found} == {"CRASH"}
+    assert all(is_known(violation, NO_RESET) for _, violation in found)
+
+
+def test_a_reset_with_a_step_in_flight_raises_and_resets_nothing() -> None:
+    case = load_case(Path(__file__).parent / "known" / "reset_with_a_step_in_flight.json")
+    (violation, *_) = replay(case).violations
+    assert (violation.property, is_known(violation, NO_RESET)) == ("CRASH", True)
+    run = Watched()
+    run(Arrive((Segment(1, 4),), output=4), Schedule())
+    scheduler = run.subject.scheduler
+    with pytest.raises(RuntimeError, match=NO_RESET[0]):
+        scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert not [r for r in scheduler.requests.values() if r.status.name.startswith("WAITING_FOR")]
+    assert (len(scheduler.running), len(scheduler.deferred_frees)) == (0, 1)
+    assert len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache) == 2
+
+
+@pytest.mark.parametrize(("name", "between"), [(ASYNC_NAME, Retire()), (NAME, None)])
+def test_without_one_or_without_steps_in_flight_it_is_done(
+    name: str, between: Operation | None
+) -> None:
+    run = Watched(name=name)
+    run(PROMPT, Schedule(), *([between] if between else []))
+    assert run(Reset(running=True)).status == "done"
+
+
+def test_without_a_connector_it_is_done_with_a_step_in_flight() -> None:
+    subject: Any = subject_factory("vllm:async_scheduler")(Configuration(blocks=6, block_size=2))
+    harness = SchedulingHarness(subject, audit_interval=1)
+    assert not harness.run((PROMPT, Schedule()))
+    assert harness.perform(Reset(running=True)).status == "done"
+    assert not harness.violations
+
+
+@pytest.mark.parametrize("name", [NAME, ASYNC_NAME])
+def test_a_second_reset_of_the_connector_before_the_next_iteration_fails_an_assertion(
+    name: str,
+) -> None:
+    """No operation of ours: found by a look at what raises when both caches are reset."""
+    run = SchedulingHarness(
+        VllmConnectorSubject(Configuration(blocks=6, block_size=2), name=name), checked=False
+    )
+    run.run((PROMPT, Run(1)))
+    assert run.subject.scheduler.connector.connector_scheduler._jobs
+    reset = partial(run.subject.scheduler.reset_prefix_cache, reset_connector=True)
+    reset()
+    with pytest.raises(AssertionError):
+        reset()
+    run.run((Run(1),))
+    reset()
 
 
 # -- mutants of vLLM: what steps in flight keep ----------------------------------------------------
@@ -230,7 +310,7 @@ def test_a_mutant_of_vllm_is_found_and_shrunk(
     monkeypatch: pytest.MonkeyPatch, mutant: Mutant
 ) -> None:
     monkeypatch.setattr(mutant.target, mutant.change(resolve_name(mutant.target)))
-    found_and_shrunk(ASYNC_NAME, SEED, 100, mutant.properties, replays=REPLAYS)
+    found_and_shrunk(ASYNC_NAME, SEED, 100, mutant.properties, replays=REPLAYS, known=NO_RESET)
 
 
 def test_what_the_adapter_overhears_is_called_as_before() -> None:
