@@ -45,7 +45,7 @@ needs("vllm:scheduler:offload")
 pytestmark = pytest.mark.vllm
 
 SEED = "vllm-connector"
-REPLAYS = 600
+REPLAYS = 400
 
 OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
 CONNECTOR = f"{OFFLOADING}.scheduler.OffloadingConnectorScheduler"
@@ -500,4 +500,4 @@ def test_a_mutant_of_vllm_is_found_and_shrunk(
     monkeypatch: pytest.MonkeyPatch, mutant: Mutant
 ) -> None:
     monkeypatch.setattr(mutant.target, mutant.change(resolve_name(mutant.target)))
-    found_and_shrunk(NAME, SEED, 150, mutant.properties, operations=6, replays=REPLAYS)
+    found_and_shrunk(NAME, SEED, 150, mutant.properties, operations=8, replays=REPLAYS)
