@@ -50,8 +50,7 @@ AUDITED_SHARE = 20
 """An audit after one in so many operations (5 %) …"""
 AUDIT_BLOCKS = 2
 """… but for pools of more than 40 blocks, one for so many operations per ``AUDIT_BLOCKS``; and
-while there are more live requests than that makes operations, one for so many operations as there
-are requests."""
+never more often than one in as many operations as there are live requests."""
 
 
 Plan = tuple[

@@ -217,10 +217,13 @@ class Ledger:
             items.append((item, request))
             tables.append(tuple(request.tables))
             if request.loaded:
-                request.computed, request.loaded = request.begins, False
+                request.computed = min(request.scheduled, max(request.begins, item.start))
+                request.loaded = False
             request.scheduled = item.end
             request.launched += 1
             request.last_step = event.step
+            if self._books.tiers is not None and self._books.tiers.left:
+                self._books.tiers.written_over(item)
         self._steps.append(StepModel(event.step, items, tables))
         figures = self._books.figures
         figures.iterations += 1

@@ -83,9 +83,9 @@ class RequestModel:
 
     @property
     def begins(self) -> int:
-        """Where its next step begins; where a copy brought all of it, the last token is computed
-        anew, for what follows."""
-        all_loaded = self.loaded and self.scheduled == len(self.tags)
+        """Where its next step begins, at the earliest: where a copy brought all that its engine
+        may know of it, the last token is computed anew, for what follows."""
+        all_loaded = self.loaded and self.scheduled >= self.settled
         return self.scheduled - all_loaded
 
     def settle(self) -> None:

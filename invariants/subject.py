@@ -235,7 +235,8 @@ class Semantics(Struct, frozen=True):
     stream.  Otherwise, in stream order, it must not touch what these use."""
     resets_tiers: bool = True
     """A reset empties all tiers, and is refused while a copy is in flight.  Otherwise it empties
-    the device alone: what lies below is found as before."""
+    the device alone, and is refused while a block of that one is held: what lies below is found as
+    before."""
     tier_bytes: bool = True
     """The view tells what is really in a block of any tier (``TieredView.tier_content``)."""
     host_order: Literal["configured", "any"] = "configured"

@@ -14,6 +14,7 @@ from kvproof.invariants.events import (
     Event,
     SlotsEvicted,
     SlotsReleased,
+    StepItem,
     TierReopened,
     TransferCancelled,
     TransferEnded,
@@ -206,6 +207,12 @@ class Tiers:
                     self.left[block] = row_tags.tobytes()
                 else:
                     self.left.pop(block, None)
+
+    def written_over(self, item: StepItem) -> None:
+        size = self.configuration.block_size
+        for table in item.tables:
+            for block in table[item.start // size : -(-item.end // size)]:
+                self.left.pop(block, None)
 
     def meant(self, key: bytes, block: int) -> bytes | None:
         """What a key stands for under which that block of the device is to be stored."""

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from kvproof.invariants.books import Books
 from kvproof.invariants.checks.excl import Excl
+from kvproof.invariants.checks.key import Key
 from kvproof.invariants.checks.prov import Prov
 from kvproof.invariants.checks.resume import Resume_
 from kvproof.invariants.checks.xfer import Xfer
@@ -86,7 +87,7 @@ class Scripted:
         self.books = Books(WORLD, replace(SEMANTICS, copies_hold=copies_hold))
         self.violations: list[Violation] = []
         shadows, view = [Shadow(9, 2)], cast(View, self)
-        kinds = (Xfer, Excl, Resume_, Prov)
+        kinds = (Xfer, Excl, Resume_, Prov, Key)
         self.checks = [kind(self.books, shadows, view, self.violations.append) for kind in kinds]
         self.admit(0, 3, [1, 2])
         self.tell(BlocksPublished(0, 0, 0, [1], [KEY]))
@@ -231,6 +232,35 @@ def test_what_a_step_in_flight_completed_may_be_stored_though_nobody_finds_it() 
     assert world.messages == []
 
 
+def _publishes(world: Scripted, key: bytes) -> None:
+    """Another request, whose block 6 is what block 4 was left with."""
+    world.admit(7, 4, [5, 6])
+    world.tell(BlocksPublished(0, 2, 1, [6], [key]))
+
+
+@pytest.mark.parametrize(("key", "wrong"), [(b"last", False), (b"right", True)])
+def test_its_key_stands_for_it_from_then_on(key: bytes, *, wrong: bool) -> None:
+    world = _left_to_a_fence(4)
+    world.do(Offload(), Outcome("done", count=1, transfers=(1,)), LAST)
+    _publishes(world, key)
+    what = (
+        "block 6 of request 2 was published under key 7269676874…, but the same prefix had key "
+        "6c617374… before"
+    )
+    assert world.messages == ([what] if wrong else [])
+
+
+def test_it_has_no_other_key_than_before() -> None:
+    world = _left_to_a_fence(4)
+    _publishes(world, b"right")
+    world.do(Offload(), Outcome("done", count=1, transfers=(1,)), LAST)
+    what = (
+        "block 4 is stored by transfer 1 under key 6c617374…, but the same prefix had key "
+        "7269676874… before"
+    )
+    assert world.messages == [what]
+
+
 def test_but_not_what_it_left_half_full() -> None:
     world = _left_to_a_fence(3)
     world.do(Offload(), Outcome("done", count=1, transfers=(1,)), LAST)
@@ -245,6 +275,14 @@ def test_nor_what_somebody_has_written_over_since() -> None:
     world.do(Land(1), Outcome("done", count=1, transfers=(1,)), TransferLanded(1, 1))
     what = "device block 4 does not hold what its key stands for while transfer 1 (store) copied it"
     assert world.messages == [what]
+
+
+def test_what_was_written_over_is_no_source_any_more() -> None:
+    world = _left_to_a_fence(4)
+    world.admit(8, 2, [4])
+    world.launch(2, 0, 1)
+    world.do(Offload(), Outcome("done", count=1, transfers=(1,)), LAST)
+    assert "is not findable" in world.messages[0]
 
 
 def test_a_block_that_is_left_half_full_has_nothing_of_the_one_before() -> None:

@@ -280,7 +280,10 @@ def test_a_hit_on_a_block_of_another_group_is_told() -> None:
 
 @pytest.mark.parametrize(
     ("stream_order", "step", "wrong"),
-    [(False, 1, False), (False, 2, True), (True, 1, False), (True, 2, False), (True, 0, True)],
+    [
+        *((False, 1, False), (False, 2, True)),
+        *((True, 1, False), (True, 2, False), (True, 0, True), (True, 3, True)),
+    ],
 )
 def test_in_stream_order_a_later_step_may_keep_what_is_given_back(
     stream_order: bool, step: int, wrong: bool
@@ -295,6 +298,15 @@ def test_in_stream_order_a_later_step_may_keep_what_is_given_back(
     assert told.looks(ReleaseFenced(0, step)) == 1
     says = f"the blocks of request 0 were left to step {step}, but its last step in flight is 1"
     assert [one.message for one in told.violations] == ([says] if wrong else [])
+
+
+def test_who_is_in_no_step_leaves_nothing_to_a_later_one() -> None:
+    told = Told(Pin, stream_order=True)
+    told.compute()
+    told.tell(StepLaunched(1, []))
+    assert told.looks(ReleaseFenced(0, 1)) == 1
+    (violation,) = told.violations
+    assert violation.message.endswith("left to step 1, but its last step in flight is 0")
 
 
 # -- copies in stream order ------------------------------------------------------------------------

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvproof.invariants.events import BlocksPublished, BlocksReused, Event
+from kvproof.invariants.events import BlocksPublished, BlocksReused, Event, TransferStarted
 from kvproof.invariants.group_books import PooledBooks
 from kvproof.invariants.property import Check, Claim, EventHandler
+from kvproof.invariants.tags import tag_at_end
 
 _REMEMBERED = 100_000
 
@@ -43,7 +44,33 @@ class Key(Check):
         self._key_of_tag: list[dict[int, bytes]] = [{} for _ in self.groups]
 
     def before_event(self) -> Mapping[type[Event], EventHandler]:
-        return {BlocksPublished: self._published, BlocksReused: self._reused}
+        handlers: dict[type[Event], EventHandler] = {
+            BlocksPublished: self._published,
+            BlocksReused: self._reused,
+        }
+        if self.books.tiers is not None and not self.semantics.copies_hold:
+            handlers[TransferStarted] = self._stored
+        return handlers
+
+    def _stored(self, event: TransferStarted) -> None:
+        """What nobody could find before gets its key when it is stored."""
+        tiers = self.books.tiers
+        assert tiers is not None
+        for block, key in zip(event.sources, event.keys, strict=False):
+            content = tiers.left.get(block) if key not in tiers.content else None
+            if event.kind != "store" or content is None:
+                continue
+            self.checked += 1
+            tag = tag_at_end(content)
+            known = self._key_of_tag[event.group].setdefault(tag, key)
+            if self._tag_of_key[event.group].setdefault(key, tag) != tag or known != key:
+                self.fail(
+                    f"block {block} is stored by transfer {event.transfer} under key "
+                    f"{key.hex()[:12]}…, but the same prefix had key {known.hex()[:12]}… before",
+                    group=event.group,
+                    block=block,
+                    transfer=event.transfer,
+                )
 
     def _published(self, event: BlocksPublished) -> None:
         request = self.books.known.get(event.request)

@@ -74,7 +74,8 @@ class Resume_(Check):
         if item.epoch != request.epoch:
             return f"as of its epoch {item.epoch}, but it was preempted {request.epoch} times"
         start = item.start
-        if start != request.begins or not start < item.end <= len(request.tags):
+        begins = start in (request.begins, request.scheduled)  # one, but after some loads
+        if not begins or not start < item.end <= len(request.tags):
             return (
                 f"which has {request.length} tokens, {request.scheduled} of them computed or "
                 "in a step"

@@ -36,9 +36,9 @@ admitted in their order is not promised, nor that nobody waits while there is ro
 flight it is not promised that no running request waits, either: where one lacks a block and nobody
 can give any back before a step has ended, vLLM runs none of those behind it.
 
-Not driven: loads within a step (``sync_load_budget_bytes``), chunks of several blocks, resets,
-several groups; failed loads, which vLLM's worker does not know for this connector (it asserts that
-none has failed).
+Not driven: loads within a step (``sync_load_budget_bytes``), chunks of several blocks, resets of
+the connector's own cache, several groups; failed loads, which vLLM's worker does not know for this
+connector (it asserts that none has failed).
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ LEAST_BLOCK = 2
 """Tokens per block, at least.  Where it is one, vLLM 0.33.0 never serves a prompt of one token that
 the host has: once it is loaded it has no token computed, and is looked up and loaded anew."""
 _CACHES = {NAME: ConnectorCache, ASYNC_NAME: FencedCache, TIERED_NAME: TieredCache}
+_CANNOT_RESET = "Failed to reset KV cache even when all the running requests are preempted"
 _PROMISES = Promises(no_barrier=True, copies_end_in=2 * LATEST)
 _ASYNC_PROMISES = Promises(copies_end_in=2 * LATEST)
 
@@ -189,9 +190,9 @@ class VllmConnectorSubject(VllmSchedulerSubject):
         """
         try:
             return super()._reset_cache(operation)
-        except RuntimeError:
+        except RuntimeError as error:
             loads = [c for c in self.cache.copies.values() if c.event.kind == "promote"]
-            if loads or self._held:
+            if operation.running and _CANNOT_RESET in str(error) and (loads or self._held):
                 return False
             raise
 

@@ -132,6 +132,33 @@ def test_an_iteration_that_runs_nothing_fills_the_queue_of_batches() -> None:
     assert run(Schedule()).status == "done"  # what was stored is awaited
 
 
+def test_of_what_is_loaded_after_its_sample_was_dropped_the_last_token_is_computed_anew() -> None:
+    """The checks were told of one token more than vLLM knows by then."""
+    run = Watched(blocks=4, requests=2, block_size=1)
+    one, other = Segment(0, 2), Segment(1, 2)
+    run(Arrive((one,)), Arrive((other,)), Arrive((other,), max_tokens=2), Run(6))
+    run(Arrive((one,)), Run(2), Schedule(), Schedule())
+    assert run(Reset(running=True)).reason == "blocks_in_use"
+    run(Run(6))
+
+
+def test_another_error_while_somebody_loads_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> bool:
+        raise RuntimeError("out of order")
+
+    run = Watched(blocks=4, block_size=2)
+    run(Arrive((Segment(1, 7),)), Run(8), Arrive((Segment(2, 7),)), Run(8))
+    run(Arrive((Segment(1, 7),)), Schedule())
+    assert run.subject.cache.copies
+    pool = run.subject.scheduler.kv_cache_manager.block_pool
+    monkeypatch.setattr(pool, "reset_prefix_cache", fails)
+    for running in (False, True):
+        with pytest.raises(RuntimeError, match="out of order"):
+            run.subject.scheduler.reset_prefix_cache(reset_running_requests=running)
+        run.harness.perform(Reset(running=running))
+        assert run.harness.violations[0].property == "CRASH"
+
+
 # -- what is found in the release ------------------------------------------------------------------
 
 NO_RESET = ("Failed to reset KV cache even when",)
@@ -248,15 +275,6 @@ def loses_the_last_block_that_was_kept(original: Original) -> Original:
         original(scheduler)
 
     return drain
-
-
-def preempts_who_cannot_give_back_at_once(original: Original) -> Original:
-    """It asks whether the victim can, and does not listen."""
-
-    def can(scheduler: Any, request: Any) -> bool:
-        return not request.is_finished() or bool(original(scheduler, request))
-
-    return can
 
 
 def stores_before_the_step_has_run(original: Original) -> Original:
