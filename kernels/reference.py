@@ -7,7 +7,7 @@ Slots that no query of the sequence may see are not read: they may hold anything
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -139,13 +139,31 @@ def dense(problem: Problem) -> Attention:
     return result
 
 
-def same_dtype(problem: Problem) -> torch.Tensor:
+def _shuffled(laid: Laid, seed: int) -> Laid:
+    """The same, with keys and elements of heads in another order."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randperm(laid.k.shape[0], generator=generator).to(laid.k.device)
+    elements = torch.randperm(laid.k.shape[2], generator=generator).to(laid.k.device)
+    return replace(
+        laid,
+        q=laid.q[..., elements],
+        k=laid.k[keys][..., elements],
+        v=laid.v[keys],
+        distance=laid.distance[:, keys],
+        visible=laid.visible[:, keys],
+    )
+
+
+def same_dtype(problem: Problem, order: int = 0) -> torch.Tensor:
     """``out`` ``[T, H, DV]`` as plain PyTorch gives it, every step rounded to the query's dtype.
 
     What flash-attention's tests measure a kernel against: a kernel should err about as much.
+    ``order``: sums over keys and over the head's elements in that order, 0 for that of the problem.
     """
     out = torch.zeros_like(problem.q[..., :1]).repeat(1, 1, problem.v_cache.shape[3])
     for laid in lay_out(problem, problem.q.dtype):
+        if order:
+            laid = _shuffled(laid, order)
         scores = masked_scores(laid, problem.features)
         if problem.features.sinks is not None:
             sink = problem.features.sinks.to(scores.dtype)[None, :, None]

@@ -20,7 +20,7 @@ from kvproof.kernels.cases import Case, build
 from kvproof.kernels.checks import Plan as CheckPlan
 from kvproof.kernels.checks import fits_device, keeps_flash_rule, long_case
 from kvproof.kernels.problem import KINDS, Kind, Problem, attend
-from kvproof.kernels.reference import dense
+from kvproof.kernels.reference import dense, same_dtype
 
 DTYPES = [
     ("fp32", "fp32"),
@@ -96,6 +96,22 @@ def test_the_bound_is_not_loose(kind: Kind, dtype: str, least: float, device: st
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_keep_the_flash_rule(kind: Kind, device: str) -> None:
     keeps_flash_rule(kind, CheckPlan(device))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_luck_of_plain_pytorch_in_one_order_breaks_no_rule(
+    kind: Kind, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine whose library happens to sum just so; then the other orders count."""
+    problem = build(fits_device(long_case(kind, "fp32"), device), device)
+
+    def lucky(problem: Problem, order: int = 0) -> torch.Tensor:
+        return same_dtype(problem, order) if order else dense(problem).out
+
+    monkeypatch.setattr("kvproof.kernels.bounds.same_dtype", lucky)
+    assert 0 < hold_to_flash_rule(problem, attend(problem)) < 1
+    with pytest.raises(OutOfBound, match="twice the error of plain PyTorch"):
+        hold_to_flash_rule(problem, attend(without_one_key(problem)))
 
 
 def test_a_number_just_outside_is_refused_and_just_inside_is_not() -> None:
