@@ -62,15 +62,16 @@ class Key(Check):
                 continue
             self.checked += 1
             tag = tag_at_end(content)
-            known = self._key_of_tag[event.group].setdefault(tag, key)
-            if self._tag_of_key[event.group].setdefault(key, tag) != tag or known != key:
+            why = self._wrong(event.group, key, tag)
+            if why:
                 self.fail(
                     f"block {block} is stored by transfer {event.transfer} under key "
-                    f"{key.hex()[:12]}…, but the same prefix had key {known.hex()[:12]}… before",
+                    f"{key.hex()[:12]}…, {why}",
                     group=event.group,
                     block=block,
                     transfer=event.transfer,
                 )
+                return
 
     def _published(self, event: BlocksPublished) -> None:
         request = self.books.known.get(event.request)
@@ -80,35 +81,27 @@ class Key(Check):
             return  # LIFE, VALID
         self.checked += 1
         tags = self.books.published_tags(event, request)
-        tag_of_key, key_of_tag = self._tag_of_key[event.group], self._key_of_tag[event.group]
         # One state has one tag: of several blocks, VALID tells.
         for block, key, tag in zip(event.blocks, event.keys, tags, strict=False):
-            if tag_of_key.setdefault(key, tag) != tag:
-                self._collision(event, block, key)
+            why = self._wrong(event.group, key, tag)
+            if why:
+                self.fail(
+                    f"block {block} of request {event.request} was published under key "
+                    f"{key.hex()[:12]}…, {why}",
+                    group=event.group,
+                    block=block,
+                    request=event.request,
+                )
                 return
-            if key_of_tag.setdefault(tag, key) != key:
-                self._unstable(event, block, key_of_tag[tag], key)
-                return
-        if len(tag_of_key) > _REMEMBERED:
+        if len(self._tag_of_key[event.group]) > _REMEMBERED:
             self._forget(event.group)
 
-    def _collision(self, event: BlocksPublished, block: int, key: bytes) -> None:
-        self.fail(
-            f"block {block} of request {event.request} was published under key "
-            f"{key.hex()[:12]}…, which stands for another prefix",
-            group=event.group,
-            block=block,
-            request=event.request,
-        )
-
-    def _unstable(self, event: BlocksPublished, block: int, known: bytes, key: bytes) -> None:
-        self.fail(
-            f"block {block} of request {event.request} was published under key "
-            f"{key.hex()[:12]}…, but the same prefix had key {known.hex()[:12]}… before",
-            group=event.group,
-            block=block,
-            request=event.request,
-        )
+    def _wrong(self, group: int, key: bytes, tag: int) -> str | None:
+        """Why this prefix has another key, or the key another prefix; remembers both."""
+        if self._tag_of_key[group].setdefault(key, tag) != tag:
+            return "which stands for another prefix"
+        known = self._key_of_tag[group].setdefault(tag, key)
+        return None if known == key else f"but the same prefix had key {known.hex()[:12]}… before"
 
     def _forget(self, group: int) -> None:
         """Remember only what is findable, so that long runs stay flat in memory."""

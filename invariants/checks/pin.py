@@ -28,6 +28,7 @@ from kvproof.invariants.events import (
 from kvproof.invariants.operations import Operation, Retire
 from kvproof.invariants.outcomes import Outcome
 from kvproof.invariants.property import Check, Claim, EventHandler
+from kvproof.invariants.request_books import RequestModel
 from kvproof.invariants.slot_books import ENDS, TierBooks
 
 
@@ -187,22 +188,22 @@ class Pin(Check):
             )
 
     def _fenced(self, event: ReleaseFenced) -> None:
-        request = self.books.known.get(event.request)
-        step, last = event.step, None if request is None else request.last_step
-        # In stream order steps end in their order: who waits for a later one has waited for it.
-        later = (
-            self.semantics.stream_order
-            and request is not None
-            and request.launched > 0
-            and any(other.number == step > request.last_step for other in self.books.steps)
-        )
-        if request is not None and step != last and not later:
-            self.fail(
-                f"the blocks of request {event.request} were left to step {event.step}, but "
-                f"its last step in flight is {request.last_step}",
-                request=event.request,
-            )
         self.checked += 1
+        request = self.books.known.get(event.request)
+        if request is None or event.step == request.last_step or self._is_later(event, request):
+            return
+        self.fail(
+            f"the blocks of request {event.request} were left to step {event.step}, but "
+            f"its last step in flight is {request.last_step}",
+            request=event.request,
+        )
+
+    def _is_later(self, event: ReleaseFenced, request: RequestModel) -> bool:
+        """In stream order steps end in their order: who waits for a later one has waited for its
+        own, if there is one."""
+        if not self.semantics.stream_order or not request.launched:
+            return False
+        return any(step.number == event.step > request.last_step for step in self.books.steps)
 
     def conclude(self, operation: Operation, outcome: Outcome) -> None:
         retired = self.books.retired

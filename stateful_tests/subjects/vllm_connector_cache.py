@@ -144,6 +144,10 @@ class ConnectorCache(OverheardCache):
         self._listen(connector, "_build_store_jobs", self._store)
         self._listen(connector, "_update_connector_output", self._report)
         self._listen(self.manager, "cache_blocks", self._cache_blocks)
+        self._listen_to_scheduler(scheduler)
+
+    def _listen_to_scheduler(self, scheduler: Any) -> None:
+        """It does nothing to the cache by itself, where no step is in flight."""
 
     def _listen_to_manager(self, manager: Any) -> Any:
         """The manager of the host."""

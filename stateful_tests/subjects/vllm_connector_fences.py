@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec.structs import replace
 
-from kvproof.invariants.subject import Configuration, Semantics
-from kvproof.stateful_tests.subjects.vllm_connector_cache import ConnectorCache, ConnectorListener
+from kvproof.stateful_tests.subjects.vllm_connector_cache import ConnectorCache
 from kvproof.stateful_tests.subjects.vllm_overheard import Given
 
 if TYPE_CHECKING:
@@ -36,14 +35,7 @@ class FencedCache(ConnectorCache):
 
     semantics = replace(ConnectorCache.semantics, fences_releases=True)
 
-    def __init__(
-        self,
-        configuration: Configuration,
-        scheduler: Any,
-        listener: ConnectorListener,
-        groups: Semantics,
-    ) -> None:
-        super().__init__(configuration, scheduler, listener, groups)
+    def _listen_to_scheduler(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._fences: list[Fence] = []
         self._opened: list[tuple[Fence, list[int]]] = []

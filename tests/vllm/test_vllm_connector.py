@@ -22,12 +22,12 @@ from foreign import (
     needs,
 )
 from msgspec.structs import replace
+from watched import Watched
 
 from kvproof.fuzz.replay import replay
 from kvproof.invariants.case import Case, load_case
 from kvproof.invariants.events import TransferEnded, TransferLanded, TransferStarted
-from kvproof.invariants.operations import Abort, Arrive, Operation, Run, Schedule, Segment
-from kvproof.invariants.outcomes import Outcome
+from kvproof.invariants.operations import Abort, Arrive, Run, Schedule, Segment
 from kvproof.invariants.scheduling.view import SchedulerView
 from kvproof.invariants.scheduling.vocabulary import BlocksHeld, Scheduled
 from kvproof.invariants.subject import Configuration
@@ -63,22 +63,8 @@ LOST = (PROMPT, Run(8), OTHER, Run(8))
 SIZES = Configuration(blocks=4, block_size=2, host_blocks=8)
 
 
-class Watched:
-    """A subject, its checks, which must not have anything to say, and the latest events."""
-
-    def __init__(self, name: str = NAME, **sizes: Any) -> None:
-        self.subject = VllmConnectorSubject(replace(SIZES, **sizes), name=name)
-        self.harness = SchedulingHarness(self.subject, audit_interval=1)
-
-    def __call__(self, *operations: Operation) -> Outcome:
-        for operation in operations:
-            outcome = self.harness.perform(operation)
-            assert not self.harness.violations
-        return outcome
-
-    def told(self, kind: type) -> list[Any]:
-        """Of the last operation."""
-        return [event for event in self.harness.last_events if isinstance(event, kind)]
+def watched(name: str = NAME, **sizes: Any) -> Watched:
+    return Watched(VllmConnectorSubject(replace(SIZES, **sizes), name=name))
 
 
 # -- how the scheduler and its connector are told --------------------------------------------------
@@ -103,7 +89,7 @@ def test_a_configuration_is_made_to_fit() -> None:
 
 
 def test_what_is_computed_is_stored_when_its_step_has_run() -> None:
-    run = Watched()
+    run = watched()
     run(PROMPT, Schedule())
     (store,) = run.told(TransferStarted)
     assert (store.kind, store.request, len(store.sources)) == ("store", None, 2)
@@ -113,7 +99,7 @@ def test_what_is_computed_is_stored_when_its_step_has_run() -> None:
 
 
 def test_a_request_holds_blocks_while_it_is_loaded_and_then_runs() -> None:
-    run = Watched()
+    run = watched()
     run(*LOST, PROMPT, Schedule())
     (held,), (load,) = run.told(BlocksHeld), run.told(TransferStarted)
     assert (load.kind, load.request, len(load.targets)) == ("promote", held.cache_request, 3)
@@ -127,14 +113,14 @@ def test_a_request_holds_blocks_while_it_is_loaded_and_then_runs() -> None:
 
 
 def test_of_a_prompt_that_is_loaded_whole_the_last_token_is_computed_anew() -> None:
-    run = Watched()
+    run = watched()
     run(*LOST, Arrive((Segment(1, 6),)), Run(8))
     (first, *_) = [event for event in run.told(Scheduled) if event.admitted]
     assert first.parts[0].tokens == 1
 
 
 def test_who_is_cancelled_while_it_loads_gives_its_blocks_back_when_that_has_ended() -> None:
-    run = Watched()
+    run = watched()
     run(*LOST, PROMPT, Schedule(), Abort(0))
     assert run.subject.state_view.live() == []
     assert list(run.subject.cache.view().requests()) == [2]
@@ -143,7 +129,7 @@ def test_who_is_cancelled_while_it_loads_gives_its_blocks_back_when_that_has_end
 
 
 def test_the_engine_goes_on_until_all_has_been_copied() -> None:
-    run = Watched()
+    run = watched()
     run(PROMPT, Run(2))
     assert run.subject.cache.copies
     assert not run.subject.jobs
@@ -153,7 +139,7 @@ def test_the_engine_goes_on_until_all_has_been_copied() -> None:
 
 
 def test_what_is_stored_is_copied_down_and_fetched_again() -> None:
-    run = Watched(TIERED_NAME, host_blocks=3)
+    run = watched(TIERED_NAME, host_blocks=3)
     run(PROMPT, Run(8))
     assert {event.kind for event in run.told(TransferStarted)} == {"store", "demote"}
     run(OTHER, Run(8), PROMPT, Run(8))

@@ -22,6 +22,7 @@ from foreign import (
     moved_functions,
     needs,
 )
+from watched import Watched
 
 from kvproof.fuzz.replay import replay
 from kvproof.invariants.case import load_case
@@ -36,7 +37,7 @@ from kvproof.invariants.operations import (
     Schedule,
     Segment,
 )
-from kvproof.invariants.outcomes import RUN_AHEAD_LIMIT, Outcome
+from kvproof.invariants.outcomes import RUN_AHEAD_LIMIT
 from kvproof.invariants.subject import Configuration
 from kvproof.stateful_tests.scheduling_harness import SchedulingHarness
 from kvproof.stateful_tests.subjects import subject_factory
@@ -59,34 +60,16 @@ PROMPT = Arrive((Segment(1, 2),), output=4)
 OTHER = Arrive((Segment(2, 2),), output=4)
 
 
-class Watched:
-    """A subject, its checks, which must not have anything to say, and the latest events."""
-
-    def __init__(self, *, name: str = ASYNC_NAME, **sizes: Any) -> None:
-        configuration = Configuration(**{"blocks": 6, "block_size": 2, "host_blocks": 8, **sizes})
-        self.subject = VllmConnectorSubject(configuration, name=name)
-        self.harness = SchedulingHarness(self.subject, audit_interval=1)
-
-    def __call__(self, *operations: Operation) -> Outcome:
-        for operation in operations:
-            outcome = self.harness.perform(operation)
-            assert not self.harness.violations
-        return outcome
-
-    def told(self, kind: type) -> list[Any]:
-        """Of the last operation."""
-        return [event for event in self.harness.last_events if isinstance(event, kind)]
-
-    @property
-    def free(self) -> int:
-        return self.subject.cache.view().free_count(0)
+def watched(*, name: str = ASYNC_NAME, **sizes: Any) -> Watched:
+    configuration = Configuration(**{"blocks": 6, "block_size": 2, "host_blocks": 8, **sizes})
+    return Watched(VllmConnectorSubject(configuration, name=name))
 
 
 # -- how it is told --------------------------------------------------------------------------------
 
 
 def test_what_is_given_back_is_kept_for_the_latest_step_in_flight() -> None:
-    run = Watched()
+    run = watched()
     run(PROMPT, Schedule(), Schedule(), Abort(0))
     (fenced,) = run.told(ReleaseFenced)
     assert (fenced.request, fenced.step, run.free) == (0, 1, 4)
@@ -98,7 +81,7 @@ def test_what_is_given_back_is_kept_for_the_latest_step_in_flight() -> None:
 
 
 def test_a_later_step_than_its_own_may_keep_what_a_request_gives_back() -> None:
-    run = Watched(run_ahead=2)
+    run = watched(run_ahead=2)
     run(Arrive((Segment(1, 2),)), Schedule(), OTHER, Schedule(), Abort(0))
     (fenced,) = run.told(ReleaseFenced)
     assert fenced.step == 1
@@ -106,7 +89,7 @@ def test_a_later_step_than_its_own_may_keep_what_a_request_gives_back() -> None:
 
 
 def test_who_is_not_in_flight_gives_its_blocks_back_at_once() -> None:
-    run = Watched()
+    run = watched()
     run(PROMPT, Schedule(), Retire(), Abort(0))
     assert run.told(ReleaseFenced) == []
     (released,) = run.told(BlocksReleased)
@@ -114,7 +97,7 @@ def test_who_is_not_in_flight_gives_its_blocks_back_at_once() -> None:
 
 
 def test_a_block_that_a_step_in_flight_completes_is_stored_though_nobody_finds_it() -> None:
-    run = Watched(blocks=3, requests=1)
+    run = watched(blocks=3, requests=1)
     run(Arrive((Segment(1, 2),), output=3), Run(3), Abort(0), Schedule())
     (store,) = run.told(TransferStarted)
     assert (store.kind, len(store.sources)) == ("store", 1)
@@ -124,7 +107,7 @@ def test_a_block_that_a_step_in_flight_completes_is_stored_though_nobody_finds_i
 
 
 def test_an_iteration_that_runs_nothing_fills_the_queue_of_batches() -> None:
-    run = Watched()
+    run = watched()
     run(Arrive((Segment(1, 2),)), Schedule())
     assert run(Schedule()).count == 0
     assert run(Schedule()).reason == RUN_AHEAD_LIMIT
@@ -134,7 +117,7 @@ def test_an_iteration_that_runs_nothing_fills_the_queue_of_batches() -> None:
 
 def test_of_what_is_loaded_after_its_sample_was_dropped_the_last_token_is_computed_anew() -> None:
     """The checks were told of one token more than vLLM knows by then."""
-    run = Watched(blocks=4, requests=2, block_size=1)
+    run = watched(blocks=4, requests=2, block_size=1)
     one, other = Segment(0, 2), Segment(1, 2)
     run(Arrive((one,)), Arrive((other,)), Arrive((other,), max_tokens=2), Run(6))
     run(Arrive((one,)), Run(2), Schedule(), Schedule())
@@ -146,7 +129,7 @@ def test_another_error_while_somebody_loads_is_no_refusal(monkeypatch: pytest.Mo
     def fails() -> bool:
         raise RuntimeError("out of order")
 
-    run = Watched(blocks=4, block_size=2)
+    run = watched(blocks=4, block_size=2)
     run(Arrive((Segment(1, 7),)), Run(8), Arrive((Segment(2, 7),)), Run(8))
     run(Arrive((Segment(1, 7),)), Schedule())
     assert run.subject.cache.copies
@@ -175,7 +158,7 @@ def test_a_reset_with_a_step_in_flight_raises_and_resets_nothing() -> None:
     case = load_case(Path(__file__).parent / "known" / "reset_with_a_step_in_flight.json")
     (violation, *_) = replay(case).violations
     assert (violation.property, is_known(violation, NO_RESET)) == ("CRASH", True)
-    run = Watched()
+    run = watched()
     run(Arrive((Segment(1, 4),), output=4), Schedule())
     scheduler = run.subject.scheduler
     with pytest.raises(RuntimeError, match=NO_RESET[0]):
@@ -189,7 +172,7 @@ def test_a_reset_with_a_step_in_flight_raises_and_resets_nothing() -> None:
 def test_without_one_or_without_steps_in_flight_it_is_done(
     name: str, between: Operation | None
 ) -> None:
-    run = Watched(name=name)
+    run = watched(name=name)
     run(PROMPT, Schedule(), *([between] if between else []))
     assert run(Reset(running=True)).status == "done"
 
